@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
-# coremltools 9.0, torch 2.15.0 (2026-11-29): RMSNorm is converted with an epsilon that is relative
-# to the row's largest element, and a default epsilon of 1e-5.
+# coremltools 9.0, torch 2.15.0 (2026-11-29): RMSNorm is converted with an epsilon that is
+# relative to the row's largest element, and a default epsilon of 1e-5.
 #
 # Expected: x / sqrt(mean(x^2) + eps), with eps=None as PyTorch's 1.2e-7.
-# Seen: the row is divided by its largest magnitude before the squares and the epsilon, which avoids
-# overflow and changes the function: for rows of 1e-3 and eps 1e-5 the outputs are three times
-# PyTorch's, and a row of zeros is 0/0. LayerNorm keeps its epsilon in f32. In half, which is the
-# default, an epsilon of 1e-12 becomes 6e-8.
-# The converted program is evaluated with NumPy here, so that the script also runs on Linux.
+# Seen: the row is divided by its largest magnitude before the squares and the epsilon, which
+# avoids overflow and changes the function: for rows of 1e-3 and eps 1e-5 the outputs are three
+# times PyTorch's, and a row of zeros is 0/0. LayerNorm keeps its epsilon in f32. In half, which
+# is the default, an epsilon of 1e-12 becomes 6e-8. The converted program is evaluated with NumPy
+# here, so that the script also runs on Linux.
 set -euo pipefail
 
 dir=$(mktemp -d)
 trap 'rm -rf "$dir"' EXIT
-python3 -m pip install --quiet --no-compile --target "$dir/lib" coremltools==9.0 torch==2.15.0 numpy==2.4.6
+python3 -m pip install --quiet --no-compile --target "$dir/lib" \
+  coremltools==9.0 torch==2.15.0 numpy==2.4.6
 cd "$dir"
 PYTHONPATH="$dir/lib" python3 - <<'EOF'
 import logging

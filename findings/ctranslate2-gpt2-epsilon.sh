@@ -3,13 +3,15 @@
 # layer_norm_epsilon.
 #
 # Expected: the model's configuration is carried over, as it is for Llama (`rms_norm_eps`).
-# Seen: the epsilon in CTranslate2's file is null, which means 1e-5. A model with another one gives
-# other logits, without a warning: with 1e-2 they agree with PyTorch's at 1e-5 to six digits.
+# Seen: the epsilon in CTranslate2's file is null, which means 1e-5. A model with another one
+# gives other logits, without a warning: with 1e-2 they agree with PyTorch's at 1e-5 to six
+# digits.
 set -euo pipefail
 
 dir=$(mktemp -d)
 trap 'rm -rf "$dir"' EXIT
-python3 -m pip install --quiet --no-compile --target "$dir/lib" ctranslate2==4.8.5 transformers==5.24.0 torch==2.15.0 numpy==2.4.6
+python3 -m pip install --quiet --no-compile --target "$dir/lib" \
+  ctranslate2==4.8.5 transformers==5.24.0 torch==2.15.0 numpy==2.4.6
 cd "$dir"
 PYTHONPATH="$dir/lib" python3 - <<'EOF'
 import json

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# CTranslate2 4.8.5 (2026-11-29): LayerNorm on a CPU loses all digits of a row whose mean is large.
+# CTranslate2 4.8.5 (2026-11-29): LayerNorm on a CPU loses all digits of a row whose mean is
+# large.
 #
 # Expected: 1e-3 at mean 1e4, as in PyTorch, whose checkpoints CTranslate2 converts.
 # Seen: the CPU kernel takes the variance in one pass. The error is 2e-3 at mean 100, 0.3 at 1000,
 # and 1200 at 1e4. The model is a decoder without attention and feed-forward (their weights are 0)
-# and with the identity as its projection, so that its logits are the last LayerNorm of the embedding.
-# An epsilon that is not given is 1e-5 for LayerNorm and 1e-6 for RMSNorm.
+# and with the identity as its projection, so that its logits are the last LayerNorm of the
+# embedding. An epsilon that is not given is 1e-5 for LayerNorm and 1e-6 for RMSNorm.
 set -euo pipefail
 
 dir=$(mktemp -d)
@@ -36,7 +37,8 @@ def logits(embedding, rms):
         if not rms:
             norm.beta = zeros
     inputs = layer.self_attention.linear[0]
-    inputs.weight, inputs.bias = np.zeros((3 * SIZE, SIZE), np.float32), np.zeros(3 * SIZE, np.float32)
+    inputs.weight = np.zeros((3 * SIZE, SIZE), np.float32)
+    inputs.bias = np.zeros(3 * SIZE, np.float32)
     for linear in (layer.self_attention.linear[1], layer.ffn.linear_0, layer.ffn.linear_1):
         linear.weight, linear.bias = square, zeros
     decoder.projection.weight, decoder.projection.bias = np.eye(SIZE, dtype=np.float32), zeros

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # equinox 0.13.8 (2026-11-29): RMSNorm has a bias by default.
 #
-# Expected: a weight only, as in the paper (https://arxiv.org/abs/1910.07467), PyTorch, flax, MLX and
-# Keras.
-# Seen: `use_bias=True`. A model that is built with the default has twice the parameters in its norms,
-# which a checkpoint without them leaves at 0 and training moves.
+# Expected: a weight only, as in the paper (https://arxiv.org/abs/1910.07467), PyTorch, flax, MLX
+# and Keras.
+# Seen: `use_bias=True`. A model that is built with the default has twice the parameters in its
+# norms, which a checkpoint without them leaves at 0 and training moves.
 set -euo pipefail
 
 dir=$(mktemp -d)

@@ -4,9 +4,9 @@
 #
 # Expected: an error near f32's rounding of the input, 1e-3 at mean 1e4, as with NumPy in f32.
 # Seen: flax's default takes the variance as E[x^2] - E[x]^2 (`use_fast_variance=True`). At mean
-# 1e4 and deviation 1 the difference is all rounding and is clipped at 0, so that 1/sqrt(eps) = 1000
-# multiplies the row: outputs of some 4000 where 4 is right. The nnx layer has the same default.
-# `use_fast_variance=False` is off by 5e-4. jax.nn.standardize has no such option.
+# 1e4 and deviation 1 the difference is all rounding and is clipped at 0, so that 1/sqrt(eps) =
+# 1000 multiplies the row: outputs of some 4000 where 4 is right. The nnx layer has the same
+# default. `use_fast_variance=False` is off by 5e-4. jax.nn.standardize has no such option.
 set -euo pipefail
 
 dir=$(mktemp -d)

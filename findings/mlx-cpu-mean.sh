@@ -2,14 +2,16 @@
 # mlx 0.32.4 with mlx-cpu (2026-11-29): on a CPU, means are summed in order, and LayerNorm loses
 # digits with the width.
 #
-# Expected: pairwise or blocked sums, as in NumPy and PyTorch, whose error hardly grows with the width.
-# Seen: of 16384 numbers around 1000, the mean is off by 3e-3 (NumPy in f32: 4e-5), and LayerNorm's
-# outputs by as much; of 512 numbers by 4e-4.
+# Expected: pairwise or blocked sums, as in NumPy and PyTorch, whose error hardly grows with the
+# width.
+# Seen: of 16384 numbers around 1000, the mean is off by 3e-3 (NumPy in f32: 4e-5), and
+# LayerNorm's outputs by as much; of 512 numbers by 4e-4.
 set -euo pipefail
 
 dir=$(mktemp -d)
 trap 'rm -rf "$dir"' EXIT
-python3 -m pip install --quiet --no-compile --target "$dir/lib" mlx==0.32.4 mlx-cpu==0.32.4 numpy==2.4.6
+python3 -m pip install --quiet --no-compile --target "$dir/lib" \
+  mlx==0.32.4 mlx-cpu==0.32.4 numpy==2.4.6
 cd "$dir"
 PYTHONPATH="$dir/lib" python3 - <<'EOF'
 import mlx.core as mx

@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
-# onnx 1.23.2 (2026-11-29): the reference evaluator computes LayerNormalization and RMSNormalization
-# of half inputs in half.
+# onnx 1.23.2 (2026-11-29): the reference evaluator computes LayerNormalization and
+# RMSNormalization of half inputs in half.
 #
-# Expected: `stash_type`, 1 by default, says that the statistics are taken in f32, and this evaluator
-# is what other runtimes are compared with.
-# Seen: squares of numbers above 256 overflow to infinity, so every output of a row around 300 is 0.
-# ONNX Runtime's outputs have half's precision. In bf16 nothing overflows, and LayerNormalization is
-# off by 0.17 in outputs of 4, because sums are kept in bf16.
+# Expected: `stash_type`, 1 by default, says that the statistics are taken in f32, and this
+# evaluator is what other runtimes are compared with.
+# Seen: squares of numbers above 256 overflow to infinity, so every output of a row around 300 is
+# 0. ONNX Runtime's outputs have half's precision. In bf16 nothing overflows, and
+# LayerNormalization is off by 0.17 in outputs of 4, because sums are kept in bf16.
 set -euo pipefail
 
 dir=$(mktemp -d)
 trap 'rm -rf "$dir"' EXIT
-python3 -m pip install --quiet --no-compile --target "$dir/lib" onnx==1.23.2 onnxruntime==1.32.0 numpy==2.4.6 ml_dtypes==0.6.0
+python3 -m pip install --quiet --no-compile --target "$dir/lib" \
+  onnx==1.23.2 onnxruntime==1.32.0 numpy==2.4.6 ml_dtypes==0.6.0
 cd "$dir"
 PYTHONPATH="$dir/lib" python3 - <<'EOF'
 import warnings

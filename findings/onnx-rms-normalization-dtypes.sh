@@ -6,13 +6,14 @@
 # valid and gives f32, which is what mixed precision wants. (LayerNormalization has one T.)
 # Seen: onnx's own inference gives the output the input's dtype, so the full check rejects a model
 # that declares either; its reference evaluator computes f16; ONNX Runtime, OpenVINO and tract
-# reject the model when it is loaded. PyTorch 2.15 exports this model from an f32 RMSNorm of a half
-# input.
+# reject the model when it is loaded. PyTorch 2.15 exports this model from an f32 RMSNorm of a
+# half input.
 set -euo pipefail
 
 dir=$(mktemp -d)
 trap 'rm -rf "$dir"' EXIT
-python3 -m pip install --quiet --no-compile --target "$dir/lib" onnx==1.23.2 onnxruntime==1.32.0 openvino==2026.4.1 tract==0.23.9
+python3 -m pip install --quiet --no-compile --target "$dir/lib" \
+  onnx==1.23.2 onnxruntime==1.32.0 openvino==2026.4.1 tract==0.23.9
 cd "$dir"
 PYTHONPATH="$dir/lib" python3 - <<'EOF'
 import numpy as np

@@ -9,7 +9,8 @@ set -euo pipefail
 
 dir=$(mktemp -d)
 trap 'rm -rf "$dir"' EXIT
-python3 -m pip install --quiet --no-compile --target "$dir/lib" onnxruntime==1.32.0 onnx==1.23.2 numpy==2.4.6
+python3 -m pip install --quiet --no-compile --target "$dir/lib" \
+  onnxruntime==1.32.0 onnx==1.23.2 numpy==2.4.6
 cd "$dir"
 PYTHONPATH="$dir/lib" python3 - <<'EOF'
 import numpy as np

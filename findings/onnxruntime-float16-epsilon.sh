@@ -3,14 +3,15 @@
 # converts a model.
 #
 # Expected: the constants of a norm in primitives are kept in f32, or rounded: 1e-12 to 0 in half.
-# Seen: constants below the least half, 6e-8, become 6e-8, without a warning. An RMSNorm with epsilon
-# 1e-12 then divides rows of 1e-5 by 24 times the right number. The attribute of LayerNormalization
-# and RMSNormalization stays as it is.
+# Seen: constants below the least half, 6e-8, become 6e-8, without a warning. An RMSNorm with
+# epsilon 1e-12 then divides rows of 1e-5 by 24 times the right number. The attribute of
+# LayerNormalization and RMSNormalization stays as it is.
 set -euo pipefail
 
 dir=$(mktemp -d)
 trap 'rm -rf "$dir"' EXIT
-python3 -m pip install --quiet --no-compile --target "$dir/lib" onnxruntime==1.32.0 onnx==1.23.2 numpy==2.4.6
+python3 -m pip install --quiet --no-compile --target "$dir/lib" \
+  onnxruntime==1.32.0 onnx==1.23.2 numpy==2.4.6
 cd "$dir"
 PYTHONPATH="$dir/lib" python3 - <<'EOF'
 import warnings

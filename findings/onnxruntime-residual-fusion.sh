@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# ONNX Runtime 1.32.0 (2026-11-29): the default optimizations make a LayerNorm of a sum an order of
-# magnitude less exact, and only if the tensor has three dimensions.
+# ONNX Runtime 1.32.0 (2026-11-29): the default optimizations make a LayerNorm of a sum an order
+# of magnitude less exact, and only if the tensor has three dimensions.
 #
 # Expected: x + r, then LayerNormalization, has the same digits with and without optimizations.
 # Seen: at the default level, Add and LayerNormalization of [batch, tokens, channels] become a
@@ -10,7 +10,8 @@ set -euo pipefail
 
 dir=$(mktemp -d)
 trap 'rm -rf "$dir"' EXIT
-python3 -m pip install --quiet --no-compile --target "$dir/lib" onnxruntime==1.32.0 onnx==1.23.2 numpy==2.4.6
+python3 -m pip install --quiet --no-compile --target "$dir/lib" \
+  onnxruntime==1.32.0 onnx==1.23.2 numpy==2.4.6
 cd "$dir"
 PYTHONPATH="$dir/lib" python3 - <<'EOF'
 import numpy as np

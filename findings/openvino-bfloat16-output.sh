@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# OpenVINO 2026.4.1 (2026-11-29): the Python API returns a bf16 output as a float16 array of the same
-# bits.
+# OpenVINO 2026.4.1 (2026-11-29): the Python API returns a bf16 output as a float16 array of the
+# same bits.
 #
 # Expected: an error, an array of integers or ml_dtypes.bfloat16, since NumPy has no bf16.
-# Seen: `result.dtype` is float16, and the bits of bf16 2, 4, -6 and 1 are read as 2, 2.25, -2.375 and
-# 1.875. No warning. `.view(np.uint16)` and a shift by 16 bits give the numbers.
+# Seen: `result.dtype` is float16, and the bits of bf16 2, 4, -6 and 1 are read as 2, 2.25, -2.375
+# and 1.875. No warning. `.view(np.uint16)` and a shift by 16 bits give the numbers.
 set -euo pipefail
 
 dir=$(mktemp -d)

@@ -2,13 +2,14 @@
 # safetensors 0.8.0 (2026-11-29): safetensors.numpy writes a bf16 file that it cannot read.
 #
 # Expected: bf16 is rejected by both, or read back as ml_dtypes.bfloat16, the dtype it was given.
-# Seen: `save` writes BF16, and `load` of the same bytes is a KeyError. Through JAX, whose arrays have
-# the same NumPy dtype, the file loads.
+# Seen: `save` writes BF16, and `load` of the same bytes is a KeyError. Through JAX, whose arrays
+# have the same NumPy dtype, the file loads.
 set -euo pipefail
 
 dir=$(mktemp -d)
 trap 'rm -rf "$dir"' EXIT
-python3 -m pip install --quiet --no-compile --target "$dir/lib" safetensors==0.8.0 numpy==2.4.6 ml_dtypes==0.6.0 jax==0.10.2
+python3 -m pip install --quiet --no-compile --target "$dir/lib" \
+  safetensors==0.8.0 numpy==2.4.6 ml_dtypes==0.6.0 jax==0.10.2
 cd "$dir"
 PYTHONPATH="$dir/lib" python3 - <<'EOF'
 import json

@@ -2,9 +2,9 @@
 # tinygrad 0.14.0 (2026-11-29): LayerNorm of half inputs squares in half, and RMSNorm does not.
 #
 # Expected: both take their statistics in f32, as PyTorch's do.
-# Seen: deviations above 256 overflow when they are squared, so LayerNorm's outputs are all 0, with
-# f32 weights too, for which the output's dtype is f32. RMSNorm casts its input first and is right.
-# DEV=PYTHON needs no compiler.
+# Seen: deviations above 256 overflow when they are squared, so LayerNorm's outputs are all 0,
+# with f32 weights too, for which the output's dtype is f32. RMSNorm casts its input first and is
+# right. DEV=PYTHON needs no compiler.
 set -euo pipefail
 
 dir=$(mktemp -d)

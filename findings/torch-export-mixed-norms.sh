@@ -1,16 +1,18 @@
 #!/usr/bin/env bash
-# torch 2.15.0, onnxruntime 1.32.0 (2026-11-29): norms with f32 weights of half inputs run in PyTorch and
-# export without an error to files that ONNX Runtime rejects.
+# torch 2.15.0, onnxruntime 1.32.0 (2026-11-29): norms with f32 weights of half inputs run in
+# PyTorch and export without an error to files that ONNX Runtime rejects.
 #
 # Expected: the exporter casts, as PyTorch does, or says that it cannot.
-# Seen: LayerNormalization gets a half input and f32 weights at every opset, against the operator's
-# types, and RMSNorm becomes RMSNormalization with an f16 output at opset 23. ONNX Runtime reports a
-# type error when it loads either. At opset 18 RMSNorm is written in primitives with casts, and runs.
+# Seen: LayerNormalization gets a half input and f32 weights at every opset, against the
+# operator's types, and RMSNorm becomes RMSNormalization with an f16 output at opset 23. ONNX
+# Runtime reports a type error when it loads either. At opset 18 RMSNorm is written in primitives
+# with casts, and runs.
 set -euo pipefail
 
 dir=$(mktemp -d)
 trap 'rm -rf "$dir"' EXIT
-python3 -m pip install --quiet --no-compile --target "$dir/lib" torch==2.15.0 onnx==1.23.2 onnxscript==0.7.2 onnxruntime==1.32.0 numpy==2.4.6
+python3 -m pip install --quiet --no-compile --target "$dir/lib" \
+  torch==2.15.0 onnx==1.23.2 onnxscript==0.7.2 onnxruntime==1.32.0 numpy==2.4.6
 cd "$dir"
 PYTHONPATH="$dir/lib" python3 - <<'EOF'
 import contextlib

@@ -1,16 +1,18 @@
 #!/usr/bin/env bash
-# torch 2.15.0 (2026-11-29): torch.onnx.export(..., opset_version=17) writes opset 18 for an RMSNorm and 17
-# for a LayerNorm.
+# torch 2.15.0 (2026-11-29): torch.onnx.export(..., opset_version=17) writes opset 18 for an
+# RMSNorm and 17 for a LayerNorm.
 #
 # Expected: the opset that was asked for, or an error.
-# Seen: the exporter builds opset 18 and converts down if it can. RMSNorm's ReduceMean has its axes as an
-# input, which has no conversion to 17, so the file stays at 18; the only sign is a logged warning. A
-# reader that knows opset 17, where axes are an attribute, may take the mean of everything.
+# Seen: the exporter builds opset 18 and converts down if it can. RMSNorm's ReduceMean has its
+# axes as an input, which has no conversion to 17, so the file stays at 18; the only sign is a
+# logged warning. A reader that knows opset 17, where axes are an attribute, may take the mean of
+# everything.
 set -euo pipefail
 
 dir=$(mktemp -d)
 trap 'rm -rf "$dir"' EXIT
-python3 -m pip install --quiet --no-compile --target "$dir/lib" torch==2.15.0 onnx==1.23.2 onnxscript==0.7.2
+python3 -m pip install --quiet --no-compile --target "$dir/lib" \
+  torch==2.15.0 onnx==1.23.2 onnxscript==0.7.2
 cd "$dir"
 PYTHONPATH="$dir/lib" python3 - <<'EOF'
 import contextlib

@@ -2,13 +2,14 @@
 # tract 0.23.9 (2026-11-29): the norms of an f64 model have f32's digits.
 #
 # Expected: an f64 LayerNormalization or RMSNormalization is exact to 1e-15, as in ONNX Runtime.
-# Seen: errors of 1e-6 in f64 outputs. The operators' default, `stash_type=1`, means statistics in f32,
-# and tract honours it in f64 too, where it takes precision away; ONNX Runtime does not.
+# Seen: errors of 1e-6 in f64 outputs. The operators' default, `stash_type=1`, means statistics in
+# f32, and tract honours it in f64 too, where it takes precision away; ONNX Runtime does not.
 set -euo pipefail
 
 dir=$(mktemp -d)
 trap 'rm -rf "$dir"' EXIT
-python3 -m pip install --quiet --no-compile --target "$dir/lib" tract==0.23.9 onnxruntime==1.32.0 onnx==1.23.2 numpy==2.4.6
+python3 -m pip install --quiet --no-compile --target "$dir/lib" \
+  tract==0.23.9 onnxruntime==1.32.0 onnx==1.23.2 numpy==2.4.6
 cd "$dir"
 PYTHONPATH="$dir/lib" python3 - <<'EOF'
 import numpy as np

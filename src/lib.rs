@@ -151,6 +151,7 @@ macro_rules! links {
          [performance]: crate::guide::performance\n\
          [ranks]: crate::guide::ranks\n\
          [recipes]: crate::guide::recipes\n\
+         [runtimes]: crate::guide::runtimes\n\
          [short-runs]: crate::guide::training#short-runs\n\
          [threads]: crate::guide::performance#threads\n\
          [training]: crate::guide::training\n\
@@ -195,6 +196,8 @@ pub mod guide {
         checkpoints: "checkpoints",
         /// Inference: evaluation, and folding a layer into the linear layer after it.
         inference: "inference",
+        /// Your norm in other runtimes: PyTorch, JAX, ONNX and devices.
+        runtimes: "runtimes",
         /// Distributed training: statistics over several processes or GPUs.
         ranks: "ranks",
         /// GPUs: building, launches, streams and CUDA graphs, and what is tested.
