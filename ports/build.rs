@@ -8,7 +8,15 @@ use std::{env, fs};
 fn main() {
     let models = source("candle-transformers").join("src/models");
     for model in [
-        "bert", "chatglm", "csm", "gemma3", "llama", "llama2_c", "modernbert", "qwen3", "vit",
+        "bert",
+        "chatglm",
+        "csm",
+        "gemma3",
+        "llama",
+        "llama2_c",
+        "modernbert",
+        "qwen3",
+        "vit",
     ] {
         let ported = patched(&read(&models.join(format!("{model}.rs"))), model);
         write(model, &ported);

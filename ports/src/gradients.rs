@@ -121,7 +121,10 @@ struct Model {
 
 /// Builds a model in its three forms from one block, in which `file` is the form's module.
 macro_rules! model {
-    ($name:literal, $file:ident, $patch:expr, only_f32: $only:literal, |$vb:ident| $build:block) => {
+    (
+        $name:literal, $file:ident, $patch:expr, only_f32: $only:literal,
+        |$vb:ident| $build:block
+    ) => {
         Model {
             name: $name,
             patch: $patch,
@@ -260,7 +263,11 @@ fn distance(ours: &[(String, Tensor)], slow: &[(String, Tensor)]) -> Result<f64>
     for ((name, ours), (same, slow)) in ours.iter().zip(slow) {
         assert_eq!(name, same);
         let distance = norm((ours - slow)?)? / norm(slow.clone())?;
-        largest = if distance >= largest || distance.is_nan() { distance } else { largest };
+        largest = if distance >= largest || distance.is_nan() {
+            distance
+        } else {
+            largest
+        };
     }
     Ok(largest)
 }
@@ -293,7 +300,8 @@ pub fn compare() -> Result<()> {
         let losses = ours.train()?;
         let last = losses[STEPS - 5..].iter().sum::<f64>() / 5.;
         println!(
-            "| {} | {} | {candles} | {none} of {all} | {wrong} of {all} | {distance:.0e} | {:.2} → {last:.2} |",
+            "| {} | {} | {candles} | {none} of {all} | {wrong} of {all} | {distance:.0e} \
+             | {:.2} → {last:.2} |",
             model.name,
             edits(model.patch),
             losses[0],
@@ -345,7 +353,12 @@ mod tests {
                     model.name
                 );
                 let [_, none, wrong] = run.count()?;
-                assert_eq!([none, wrong], [0, 0], "{} in {dtype:?}, trained", model.name);
+                assert_eq!(
+                    [none, wrong],
+                    [0, 0],
+                    "{} in {dtype:?}, trained",
+                    model.name
+                );
             }
         }
         Ok(())
@@ -365,9 +378,19 @@ mod tests {
                 let (ours, slow) = (ours.train()?, slow.train()?);
                 let apart = ours.iter().zip(&slow).map(|(a, b)| (a - b).abs());
                 let apart = apart.fold(0., f64::max);
-                println!("{} {dtype:?} {loss} {slow_loss} {distance:e} {apart:e}", model.name);
-                assert!((loss - slow_loss).abs() <= bound * slow_loss, "{loss} {slow_loss}");
-                assert!(distance <= bound, "{} in {dtype:?}: {distance:e}", model.name);
+                println!(
+                    "{} {dtype:?} {loss} {slow_loss} {distance:e} {apart:e}",
+                    model.name
+                );
+                assert!(
+                    (loss - slow_loss).abs() <= bound * slow_loss,
+                    "{loss} {slow_loss}"
+                );
+                assert!(
+                    distance <= bound,
+                    "{} in {dtype:?}: {distance:e}",
+                    model.name
+                );
                 if dtype == DType::F64 {
                     assert!(apart <= 1e-9, "{}: {apart:e}", model.name);
                 }
@@ -394,7 +417,10 @@ mod tests {
         let ids = Tensor::arange(0u32, 8, &Device::Cpu)?.reshape((1, 8))?;
         let logits = |vb| -> Result<Vec<f32>> {
             let model = ours::modernbert::ModernBertForMaskedLM::load(vb, &config()?)?;
-            model.forward(&ids, &ids.ones_like()?)?.flatten_all()?.to_vec1()
+            model
+                .forward(&ids, &ids.ones_like()?)?
+                .flatten_all()?
+                .to_vec1()
         };
         let varmap = Run::new(MODELS[2].ours, DType::F32, 1)?.varmap;
         let lacking = "model.layers.0.attn_norm.weight";
@@ -402,7 +428,9 @@ mod tests {
         let variables = varmap.all_vars().len();
         let tensors = || {
             let vars = varmap.data().lock().unwrap();
-            let tensors = vars.iter().map(|(name, var)| (name.clone(), var.as_tensor().clone()));
+            let tensors = vars
+                .iter()
+                .map(|(name, var)| (name.clone(), var.as_tensor().clone()));
             VarBuilder::from_tensors(tensors.collect(), DType::F32, &Device::Cpu)
         };
 
@@ -438,7 +466,9 @@ mod tests {
         assert!(!has_gradient(ops::softmax_last_dim)?);
         assert!(!has_gradient(|xs| rotary_emb::rope(xs, &table, &table))?);
         assert!(!has_gradient(|xs| rotary_emb::rope_i(xs, &table, &table))?);
-        assert!(!has_gradient(|xs| rotary_emb::rope_thd(xs, &table, &table))?);
+        assert!(!has_gradient(|xs| rotary_emb::rope_thd(
+            xs, &table, &table
+        ))?);
         assert!(!has_gradient(|xs| {
             flash_attn::<f32>(xs, xs, xs, 1., AttnMask::None, None, None)
         })?);
@@ -448,10 +478,18 @@ mod tests {
                 &xs, &xs, &xs, None, &lengths, &lengths, 8, 8, 1., false, None, None,
             )
         })?);
-        assert!(!has_gradient(|xs| Ok(ConcatKvCache::new(2).append(xs, xs)?.0))?);
-        assert!(!has_gradient(|xs| InterleavedKvCache::new(8).append(xs, xs))?);
-        assert!(!has_gradient(|xs| Ok(KvCache::new(2, 8).append(xs, xs)?.0))?);
-        assert!(!has_gradient(|xs| Ok(RotatingKvCache::new(2, 8).append(xs, xs)?.0))?);
+        assert!(!has_gradient(|xs| Ok(ConcatKvCache::new(2)
+            .append(xs, xs)?
+            .0))?);
+        assert!(!has_gradient(
+            |xs| InterleavedKvCache::new(8).append(xs, xs)
+        )?);
+        assert!(!has_gradient(|xs| Ok(KvCache::new(2, 8)
+            .append(xs, xs)?
+            .0))?);
+        assert!(!has_gradient(|xs| Ok(RotatingKvCache::new(2, 8)
+            .append(xs, xs)?
+            .0))?);
         assert!(!has_gradient(|xs| {
             let ys = fresh()?;
             ys.slice_set(xs, 2, 0)?;
@@ -470,9 +508,15 @@ mod tests {
 
         // What the guide names in their place.
         assert!(has_gradient(candle_powernorm::ops::softmax_last_dim)?);
-        assert!(has_gradient(|xs| candle_powernorm::ops::rope(xs, &table, &table))?);
-        assert!(has_gradient(|xs| candle_powernorm::ops::rope_i(xs, &table, &table))?);
-        assert!(has_gradient(|xs| candle_powernorm::ops::rope_thd(xs, &table, &table))?);
+        assert!(has_gradient(|xs| candle_powernorm::ops::rope(
+            xs, &table, &table
+        ))?);
+        assert!(has_gradient(|xs| candle_powernorm::ops::rope_i(
+            xs, &table, &table
+        ))?);
+        assert!(has_gradient(|xs| candle_powernorm::ops::rope_thd(
+            xs, &table, &table
+        ))?);
         assert!(has_gradient(|xs| fresh()?.slice_scatter(xs, 2, 0))?);
         assert!(has_gradient(|xs| fresh()?.scatter(&indexes, xs, 2))?);
         assert!(has_gradient(|xs| fresh()?.scatter_add(&indexes, xs, 2))?);
