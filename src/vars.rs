@@ -5,7 +5,7 @@ use candle::{DType, Device, Result, Tensor, TensorId, Var};
 use candle_nn::VarMap;
 use std::collections::{HashMap, HashSet};
 use std::fmt;
-use std::sync::PoisonError;
+use std::sync::{MutexGuard, PoisonError, TryLockError};
 
 /// The variables of a PowerNorm layer that are its state. No gradient reaches them.
 const STATISTICS: [&str; 4] = ["running_phi", "ema_gz", "iters", "groups"];
@@ -60,7 +60,7 @@ const STATISTICS: [&str; 4] = ["running_phi", "ema_gz", "iters", "groups"];
 /// # Ok(()) }
 /// ```
 pub fn trainable_vars(varmap: &VarMap) -> Vec<Var> {
-    let named = named_trainable_vars(varmap);
+    let named = named_trainable_vars(&lock(varmap));
     named.into_iter().map(|(_, var)| var).collect()
 }
 
@@ -70,6 +70,11 @@ pub fn trainable_vars(varmap: &VarMap) -> Vec<Var> {
 /// Run it once on the `gradients` of a training step, before you look at the loss. candle records
 /// no backward for several fused operations and reports no error, and the loss falls anyway,
 /// because whatever comes after the last such operation does train.
+///
+/// **An entry for the weight of a normalization means that every gradient before it is wrong, listed
+/// or not:** in a residual block `x + f(norm(x))`, the skip connection still carries a gradient to
+/// what comes before, and the branch's part is missing from it.
+/// [`check_gradients`](crate::check_gradients) measures which gradients are right.
 ///
 /// The list has the variables that [`trainable_vars`] returns, in the same order, so it never
 /// contains PowerNorm's statistics, and names a tied weight once.
@@ -88,9 +93,10 @@ pub fn trainable_vars(varmap: &VarMap) -> Vec<Var> {
 /// A gradient of NaN or infinity is no entry, because an optimizer moves its variable. Nor is a
 /// variable without elements.
 ///
-/// An empty list does not prove that the model's output follows its variables: a weight that was
-/// computed once, in a constructor, has a gradient in every step, while the model keeps the first
-/// value ([`RmsNorm::new`](crate::RmsNorm::new)).
+/// An empty list does not prove that the gradients are right, nor that the model's output follows
+/// its variables: a weight that was computed once, in a constructor, has a gradient in every step,
+/// while the model keeps the first value ([`RmsNorm::new`](crate::RmsNorm::new)).
+/// [`check_gradients`](crate::check_gradients) finds both.
 ///
 /// # Cost
 ///
@@ -136,7 +142,8 @@ pub fn trainable_vars(varmap: &VarMap) -> Vec<Var> {
 /// `varmap.data().lock().unwrap().insert("w".to_owned(), var.clone())`.
 pub fn untrained(varmap: &VarMap, gradients: &GradStore) -> Result<Vec<Untrained>> {
     let mut found = vec![];
-    for (name, var) in named_trainable_vars(varmap) {
+    let vars = named_trainable_vars(&lock(varmap));
+    for (name, var) in vars {
         if var.elem_count() == 0 {
             continue;
         }
@@ -221,13 +228,32 @@ fn zero_rows(gradient: &Tensor, of: usize) -> Result<usize> {
     Ok(zeros.count())
 }
 
-/// The variables that [`trainable_vars`] returns, each with its first name.
-fn named_trainable_vars(varmap: &VarMap) -> Vec<(String, Var)> {
+fn lock(varmap: &VarMap) -> MutexGuard<'_, HashMap<String, Var>> {
     // A panic elsewhere leaves the map whole: it only ever gains variables.
-    let vars = varmap.data().lock().unwrap_or_else(PoisonError::into_inner);
+    varmap.data().lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The variables of `varmap`, unless it is locked. A caller that holds the lock would otherwise wait
+/// for itself.
+pub(crate) fn try_lock<'a>(
+    function: &str,
+    varmap: &'a VarMap,
+) -> Result<MutexGuard<'a, HashMap<String, Var>>> {
+    match varmap.data().try_lock() {
+        Ok(vars) => Ok(vars),
+        Err(TryLockError::Poisoned(error)) => Ok(error.into_inner()),
+        Err(TryLockError::WouldBlock) => candle::bail!(
+            "{function}: expected a VarMap that is not locked, got one whose `data()` is locked: \
+             drop the guard first"
+        ),
+    }
+}
+
+/// The variables that [`trainable_vars`] returns, each with its first name.
+pub(crate) fn named_trainable_vars(vars: &HashMap<String, Var>) -> Vec<(String, Var)> {
     let mut trainable: Vec<_> = vars
         .iter()
-        .filter(|(name, var)| var.dtype().is_float() && !is_statistic(name, &vars))
+        .filter(|(name, var)| var.dtype().is_float() && !is_statistic(name, vars))
         .collect();
     trainable.sort_by_key(|(name, _)| *name);
     let mut listed = HashSet::<TensorId>::new();
