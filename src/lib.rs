@@ -106,6 +106,7 @@ mod ranks;
 mod rms_norm;
 mod state;
 mod vars;
+pub mod with_tracing;
 
 pub use builder::{PowerNormBuilder, power_norm, power_norm_no_bias};
 pub use candle_nn::LayerNormConfig;
@@ -162,7 +163,9 @@ macro_rules! links {
          [traps]: crate::guide::recipes#traps-of-half-precision\n\
          [troubleshooting]: crate::guide::troubleshooting\n\
          [views]: crate::guide::gpu#launches\n\
-         [what-to-log]: crate::guide::training#what-to-log\n"
+         [what-to-log]: crate::guide::training#what-to-log\n\
+         [without-a-backward]: crate::guide::coming_from#functions-without-a-backward\n\
+         [wrong-gradients]: crate::guide::coming_from#gradients-that-are-wrong\n"
     };
 }
 
