@@ -34,7 +34,7 @@ fn a_backward_uses_the_rows_that_stand_when_it_runs() -> Result<()> {
     let [before, after] =
         [(); 2].map(|()| Batch::random(&mut data, &[10, 6], DType::F64, false).xs);
     let dy = tensor(&data.normal(60), &[10, 6], DType::F64);
-    let norm = Twin::new(&mut data, 6, config(None), DType::F64).layer;
+    let norm = Twin::new(&mut data, 6, config(Some(2)), DType::F64).layer;
     norm.mode().set_training(false);
     let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F64, &CPU);
     let layers: [&dyn Module; 3] = [
