@@ -260,7 +260,7 @@ pub(crate) fn first_names(varmap: &VarMap) -> Result<HashMap<TensorId, String>> 
 
 type Vars = HashMap<String, Var>;
 
-/// How long a call waits for the lock of a map, which a thread holds while it saves or loads a file.
+/// How long a call waits for the lock of a map. A thread holds it while it saves or loads a file.
 const LIMIT: Duration = Duration::from_secs(10);
 
 /// The variables of a map. A thread that holds the lock already would wait for itself, and a lock

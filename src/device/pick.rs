@@ -120,8 +120,8 @@ impl DeviceKind {
 mod tests {
     use super::*;
 
-    /// Without candle's feature `cuda`, its type of a GPU is a unit, which stands here for a GPU of a
-    /// build in which another crate turns that feature on.
+    /// Without candle's feature `cuda`, its type of a GPU is a unit. It stands here for a GPU of a
+    /// build in which another crate turns the feature on.
     #[test]
     fn a_gpu_without_kernels_is_an_error() {
         let kind = |device| DeviceKind::of(&device).map(|kind| format!("{kind:?}"));

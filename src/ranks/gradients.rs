@@ -11,8 +11,8 @@ use candle_nn::VarMap;
 ///
 /// Call it on every rank, between the backward and the step of the optimizer. If the ranks' losses
 /// add up to the loss of the whole batch, the sums are the gradients of the whole batch
-/// ([the rules](crate::guide::ranks#the-rules)). Keep the communicator in an `Arc`, and give a clone
-/// of the `Arc` to [`Ranks::new`](crate::Ranks::new), so that layers and gradients share it.
+/// ([the rules](crate::guide::ranks#the-rules)). Keep the communicator in an `Arc`, and give a
+/// clone of the `Arc` to [`Ranks::new`](crate::Ranks::new), so that layers and gradients share it.
 ///
 /// The variables are summed one by one, sorted by name, in `F32` (`F64` for `F64`), and each sum is
 /// rounded to the variable's dtype. With [`Masters`](crate::Masters), sum before

@@ -47,6 +47,7 @@ fn small_updates_add_up() -> Result<()> {
             ("half", &[1.], dtype),
             ("single", &[1.], DType::F32),
             ("double", &[1.], DType::F64),
+            ("empty", &[], dtype),
         ]);
         let masters = Masters::new(&varmap)?;
         let update = u / 4.;
@@ -68,7 +69,7 @@ fn small_updates_add_up() -> Result<()> {
             .iter()
             .map(|var| var.dtype())
             .collect::<Vec<_>>();
-        assert_eq!(dtypes, [DType::F64, DType::F32, DType::F32]);
+        assert_eq!(dtypes, [DType::F64, DType::F32, DType::F32, DType::F32]);
     }
     Ok(())
 }
@@ -399,8 +400,8 @@ fn a_resumed_run_has_the_same_bits() -> Result<()> {
 }
 
 /// The second run freezes a layer by leaving it out of the optimizer's list. (Seen, with averages
-/// that are named by their place in the list: `input.weight` got those of `hidden.weight`, which has
-/// its shape, in silence.)
+/// that are named by their place in the list: `input.weight` got those of `hidden.weight`, which
+/// has its shape, in silence.)
 #[test]
 fn a_list_of_other_variables_is_rejected() -> Result<()> {
     let saved = Saved::new()?;

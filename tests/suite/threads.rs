@@ -126,8 +126,8 @@ fn a_forward_after_a_fork() {
     // The thread exists before the fork.
     rayon::join(|| (), || ());
     // SAFETY: the child runs Rust code although this process has other threads. glibc makes its
-    // allocator usable in the child, and the other threads, the harness's and rayon's, wait and hold
-    // no lock that the forward takes. The child ends by `_exit`, which runs nothing else.
+    // allocator usable in the child. The other threads, the harness's and rayon's, wait, and hold no
+    // lock that the forward takes. The child ends by `_exit`, which runs nothing else.
     let child = unsafe { libc::fork() };
     assert!(child >= 0, "fork");
     if child == 0 {

@@ -193,7 +193,7 @@ fn chunk_rows(rows: usize, cols: usize) -> usize {
         .max(1)
 }
 
-/// Cuts the rows into chunks, and calls `run_chunk` for each, on rayon's threads if they are several.
+/// Cuts the rows into chunks, and calls `run_chunk` for each, on rayon's threads.
 ///
 /// `run_chunk` is a `dyn` function, so that this is compiled once for each dtype.
 fn run_chunks<T: Element>(
@@ -223,8 +223,8 @@ fn run_chunks<T: Element>(
             sums: sums_of_chunks.next().unwrap_or_default(),
         })
         .collect();
-    // One thread of rayon's gains nothing over this one, and in a process that was forked it is gone:
-    // whoever waits for it waits forever.
+    // A single thread of rayon's gains nothing over this one. In a process that was forked it is
+    // gone, and a wait for it never ends.
     if len * cols <= SERIAL || rayon::current_num_threads() == 1 {
         chunks.into_iter().for_each(run_chunk);
     } else {
