@@ -24,6 +24,7 @@ mod layer;
 mod lifecycle;
 mod loss_scale;
 mod micro_batches;
+mod optim;
 mod parity;
 mod porting;
 mod properties;

@@ -284,7 +284,9 @@ fn run_chunks<T: Element>(
             sums: sums_of_chunks.next().unwrap_or_default(),
         })
         .collect();
-    if len * cols <= SERIAL {
+    // A single thread of rayon's gains nothing over this one. In a process that was forked it is
+    // gone, and a wait for it never ends.
+    if len * cols <= SERIAL || rayon::current_num_threads() == 1 {
         chunks.into_iter().for_each(run_chunk);
     } else {
         chunks.into_par_iter().for_each(run_chunk);
