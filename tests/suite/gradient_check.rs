@@ -92,10 +92,7 @@ fn an_entry_has_both_numbers() -> Result<()> {
     assert!(!entry.is_approximation());
     let text = entry.to_string();
     assert!(text.starts_with("w: gradient "), "{text}");
-    assert!(
-        text.contains(" along one direction, measured "),
-        "{text}"
-    );
+    assert!(text.contains(" along one direction, measured "), "{text}");
     Ok(())
 }
 
