@@ -32,8 +32,11 @@
 //! ```
 //!
 //! `forward_residual` of both adds a residual in the same pass, [`ops`] has both as functions, and
-//! [`layer_norm_1p`] and [`rms_norm_1p`] take weights that are stored as γ − 1. [`untrained`] lists
-//! the variables of a model that a backward does not train.
+//! [`layer_norm_1p`] and [`rms_norm_1p`] take weights that are stored as γ − 1. [`ops`] also has
+//! candle's fused softmax and rotary embeddings with the backward that they lack there.
+//!
+//! [`untrained`] lists the variables of a model that get no gradient, and [`check_gradients`] those
+//! whose gradient is wrong.
 //!
 //! # PowerNorm
 //!
@@ -96,6 +99,7 @@ mod config;
 mod device;
 mod error;
 mod fold;
+mod gradient_check;
 mod group_scaling;
 mod layer_norm;
 mod loss_scale;
@@ -108,10 +112,12 @@ mod ranks;
 mod rms_norm;
 mod state;
 mod vars;
+pub mod with_tracing;
 
 pub use builder::{PowerNormBuilder, power_norm, power_norm_no_bias};
 pub use candle_nn::LayerNormConfig;
 pub use config::{PowerNormConfig, Recipe, Statistics};
+pub use gradient_check::{WrongGradient, check_gradients};
 pub use group_scaling::GroupScaling;
 pub use layer_norm::{LayerNorm, layer_norm, layer_norm_1p, layer_norm_no_bias};
 pub use loss_scale::LossScale;
@@ -166,7 +172,9 @@ macro_rules! links {
          [traps]: crate::guide::recipes#traps-of-half-precision\n\
          [troubleshooting]: crate::guide::troubleshooting\n\
          [views]: crate::guide::gpu#launches\n\
-         [what-to-log]: crate::guide::training#what-to-log\n"
+         [what-to-log]: crate::guide::training#what-to-log\n\
+         [without-a-backward]: crate::guide::coming_from#functions-without-a-backward\n\
+         [wrong-gradients]: crate::guide::coming_from#gradients-that-are-wrong\n"
     };
 }
 

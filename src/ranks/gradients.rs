@@ -1,7 +1,7 @@
 //! Gradients, added up over ranks.
 
 use super::Communicator;
-use crate::vars::named_trainable_vars;
+use crate::vars::{named_trainable_vars, try_lock};
 use candle::backprop::GradStore;
 use candle::{DType, Result, Tensor};
 use candle_nn::VarMap;
@@ -35,7 +35,8 @@ pub fn sum_gradients<C: Communicator + ?Sized>(
     varmap: &VarMap,
     gradients: &mut GradStore,
 ) -> Result<()> {
-    for (_, var) in named_trainable_vars(varmap)? {
+    let vars = named_trainable_vars(&*try_lock("sum_gradients", varmap)?);
+    for (_, var) in vars {
         let sums = match var.dtype() {
             DType::F64 => DType::F64,
             _ => DType::F32,
