@@ -11,11 +11,10 @@
 //! are small beside the gradient.
 
 use crate::op::probe::Probe;
-use crate::vars::{named_trainable_vars, try_lock};
+use crate::vars::{distinct_vars, named_trainable_vars};
 use candle::backprop::GradStore;
 use candle::{DType, Device, Result, Tensor, Var};
 use candle_nn::VarMap;
-use std::collections::HashSet;
 use std::fmt;
 
 /// Variables that are tried at once. A wrong gradient among them shows by about a third of what it
@@ -103,8 +102,8 @@ const WRONG: f64 = 0.02;
 ///
 /// # Errors
 ///
-/// - `varmap` has no trainable variable, one of them is not `F32` or `F64`, or the map is locked, by
-///   the caller or another thread.
+/// - `varmap` has no trainable variable, one of them is not `F32` or `F64`, or the map [stays
+///   locked](crate::trainable_vars#the-lock-of-the-map).
 /// - `loss` fails, or its result is not a scalar, not `F32` or `F64`, or not finite.
 /// - Two calls of `loss` return different numbers.
 ///
@@ -143,7 +142,7 @@ pub fn check_gradients(
     varmap: &VarMap,
     loss: impl FnMut() -> Result<Tensor>,
 ) -> Result<Vec<WrongGradient>> {
-    let vars = named_trainable_vars(&*try_lock("check_gradients", varmap)?);
+    let vars = named_trainable_vars(varmap)?;
     if vars.is_empty() {
         candle::bail!(
             "check_gradients: expected variables to check, got a VarMap without any: build the \
@@ -328,16 +327,14 @@ struct Model<F> {
 
 impl<F: FnMut() -> Result<Tensor>> Model<F> {
     fn new(varmap: &VarMap, loss: F) -> Result<Self> {
-        let mut kept: Vec<(Var, Tensor)> = vec![];
-        let mut known = HashSet::new();
-        for var in try_lock("check_gradients", varmap)?.values() {
-            if known.insert(var.id()) {
-                kept.push((var.clone(), var.as_detached_tensor().copy()?));
-            }
-        }
+        let with_copy = |var: Var| {
+            let copy = var.as_detached_tensor().copy()?;
+            Ok((var, copy))
+        };
+        let vars = distinct_vars(varmap)?.into_iter();
         Ok(Self {
             loss,
-            kept,
+            kept: vars.map(with_copy).collect::<Result<_>>()?,
             probe: Probe::begin()?,
             center: 0.,
             rounding: (0., 0.),

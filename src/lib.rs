@@ -145,12 +145,14 @@ macro_rules! links {
     () => {
         "[allocator]: crate::guide::performance#the-allocator\n\
          [autograd]: crate::guide::performance#candles-autograd\n\
+         [candle-traps]: crate::guide::traps\n\
          [checkpointing]: crate::guide::recipes#activation-checkpointing\n\
          [checkpoints]: crate::guide::checkpoints\n\
          [choosing]: crate::guide::choosing\n\
          [coming-from]: crate::guide::coming_from\n\
          [exactly]: crate::guide::checkpoints\
          #from-layernorm-to-rmsnorm-and-powernorm-exactly\n\
+         [folding]: crate::guide::inference#folding\n\
          [gpu]: crate::guide::gpu\n\
          [gpu-times]: crate::guide::performance#on-a-gpu\n\
          [guide]: crate::guide\n\
@@ -220,6 +222,9 @@ pub mod guide {
         /// Troubleshooting, by what you see: NaN, a loss that does not fall, an evaluation that is
         /// worse than training, loading, resuming, speed, digits, memory.
         troubleshooting: "troubleshooting",
+        /// Traps of training with candle 0.11: wrong values, wrong gradients and NaN without an
+        /// error, and what to write instead.
+        traps: "traps",
         /// Equations, every difference from the paper, bad batches and numerics.
         paper: "paper",
     }

@@ -1,7 +1,7 @@
 //! Beside candle's optimizers: f32 masters of weights in half precision, and an AdamW whose state
 //! can be saved.
 
-use crate::vars::{first_names, named_trainable_vars, try_lock};
+use crate::vars::{first_names, named_trainable_vars};
 use candle::backprop::GradStore;
 use candle::{DType, Device, Result, Tensor, Var, safetensors};
 use candle_nn::{Optimizer, ParamsAdamW, VarMap};
@@ -83,8 +83,7 @@ impl Masters {
     /// - The map [stays locked](crate::trainable_vars#the-lock-of-the-map).
     pub fn new(varmap: &VarMap) -> Result<Self> {
         let (mut pairs, masters) = (vec![], VarMap::new());
-        let vars = named_trainable_vars(&*try_lock("Masters::new", varmap)?);
-        for (name, var) in vars {
+        for (name, var) in named_trainable_vars(varmap)? {
             let master = match is_half(&var) {
                 true => Var::from_tensor(&var.as_detached_tensor().to_dtype(DType::F32)?)?,
                 false => var.clone(),
@@ -351,7 +350,7 @@ impl SavedAdamW {
 
     /// The averages by their names in a file.
     fn named_averages(&self, varmap: &VarMap) -> Result<BTreeMap<String, Var>> {
-        let names = first_names(&*try_lock("SavedAdamW", varmap)?);
+        let names = first_names(varmap)?;
         let mut averages = BTreeMap::new();
         for Moments { var, first, second } in &self.moments {
             let Some(name) = names.get(&var.id()) else {

@@ -71,11 +71,11 @@ const STATISTICS: [&str; 4] = ["running_phi", "ema_gz", "iters", "groups"];
 /// # Ok(()) }
 /// ```
 pub fn trainable_vars(varmap: &VarMap) -> Vec<Var> {
-    let vars = try_lock("trainable_vars", varmap).unwrap_or_else(|error| {
+    let vars = lock(varmap).unwrap_or_else(|error| {
         eprintln!("{error}");
         varmap.data().lock().unwrap_or_else(PoisonError::into_inner)
     });
-    let named = named_trainable_vars(&vars);
+    let named = named_trainable(&vars);
     named.into_iter().map(|(_, var)| var).collect()
 }
 
@@ -158,8 +158,7 @@ pub fn trainable_vars(varmap: &VarMap) -> Vec<Var> {
 /// `varmap.data().lock().unwrap().insert("w".to_owned(), var.clone())`.
 pub fn untrained(varmap: &VarMap, gradients: &GradStore) -> Result<Vec<Untrained>> {
     let mut found = vec![];
-    let vars = named_trainable_vars(&*try_lock("untrained", varmap)?);
-    for (name, var) in vars {
+    for (name, var) in named_trainable_vars(varmap)? {
         if var.elem_count() == 0 {
             continue;
         }
@@ -244,47 +243,67 @@ fn zero_rows(gradient: &Tensor, of: usize) -> Result<usize> {
     Ok(zeros.count())
 }
 
+/// The variables that [`trainable_vars`] returns, each with its first name.
+///
+/// # Errors
+///
+/// The map [stays locked](trainable_vars#the-lock-of-the-map).
+pub(crate) fn named_trainable_vars(varmap: &VarMap) -> Result<Vec<(String, Var)>> {
+    Ok(named_trainable(&*lock(varmap)?))
+}
+
+/// All variables of `varmap`, the statistics too, once each.
+///
+/// # Errors
+///
+/// The map [stays locked](trainable_vars#the-lock-of-the-map).
+pub(crate) fn distinct_vars(varmap: &VarMap) -> Result<Vec<Var>> {
+    let mut listed = HashSet::new();
+    let vars = lock(varmap)?;
+    let distinct = vars.values().filter(|var| listed.insert(var.id()));
+    Ok(distinct.cloned().collect())
+}
+
+/// The first name, in sorted order, of each variable of `varmap`.
+pub(crate) fn first_names(varmap: &VarMap) -> Result<HashMap<TensorId, String>> {
+    let mut names = HashMap::<TensorId, String>::new();
+    for (name, var) in lock(varmap)?.iter() {
+        let first = names.entry(var.id()).or_insert_with(|| name.clone());
+        if name < first {
+            first.clone_from(name);
+        }
+    }
+    Ok(names)
+}
+
 type Vars = HashMap<String, Var>;
 
 /// How long a call waits for the lock of a map. A thread holds it while it saves or loads a file.
 const LIMIT: Duration = Duration::from_secs(10);
 
-/// The variables of a map, for `function`. A thread that holds the lock already would wait for
-/// itself, and a lock does not tell who holds it, so the wait is bounded.
-pub(crate) fn try_lock<'a>(function: &str, varmap: &'a VarMap) -> Result<MutexGuard<'a, Vars>> {
+/// The variables of a map. A thread that holds the lock already would wait for itself, and a lock
+/// does not tell who holds it, so the wait is bounded.
+fn lock(varmap: &VarMap) -> Result<MutexGuard<'_, Vars>> {
     let mut start = None;
     loop {
         match varmap.data().try_lock() {
             Ok(vars) => return Ok(vars),
             // A panic elsewhere leaves the map whole: it only ever gains variables.
-            Err(TryLockError::Poisoned(error)) => return Ok(error.into_inner()),
+            Err(TryLockError::Poisoned(poisoned)) => return Ok(poisoned.into_inner()),
             Err(TryLockError::WouldBlock) => {}
         }
         if start.get_or_insert_with(Instant::now).elapsed() > LIMIT {
             candle::bail!(
-                "{function}: expected a VarMap that is not locked, got one whose `data()` stayed \
-                 locked for {LIMIT:?}: drop the guard first; if another thread saves or loads the \
-                 map, wait for it"
+                "candle_powernorm: expected the lock of a VarMap, got it held for {LIMIT:?}: drop \
+                 the guard of `varmap.data().lock()` before this call; if another thread saves or \
+                 loads the map, wait for it"
             )
         }
         std::thread::sleep(Duration::from_millis(1));
     }
 }
 
-/// The first name, in sorted order, of each variable.
-pub(crate) fn first_names(vars: &Vars) -> HashMap<TensorId, String> {
-    let mut names = HashMap::<TensorId, String>::new();
-    for (name, var) in vars {
-        let first = names.entry(var.id()).or_insert_with(|| name.clone());
-        if name < first {
-            first.clone_from(name);
-        }
-    }
-    names
-}
-
-/// The variables that [`trainable_vars`] returns, each with its first name.
-pub(crate) fn named_trainable_vars(vars: &Vars) -> Vec<(String, Var)> {
+fn named_trainable(vars: &Vars) -> Vec<(String, Var)> {
     let mut trainable: Vec<_> = vars
         .iter()
         .filter(|(name, var)| var.dtype().is_float() && !is_statistic(name, vars))

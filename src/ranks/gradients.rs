@@ -1,7 +1,7 @@
 //! Gradients, added up over ranks.
 
 use super::Communicator;
-use crate::vars::{named_trainable_vars, try_lock};
+use crate::vars::named_trainable_vars;
 use candle::backprop::GradStore;
 use candle::{DType, Result, Tensor};
 use candle_nn::VarMap;
@@ -35,8 +35,7 @@ pub fn sum_gradients<C: Communicator + ?Sized>(
     varmap: &VarMap,
     gradients: &mut GradStore,
 ) -> Result<()> {
-    let vars = named_trainable_vars(&*try_lock("sum_gradients", varmap)?);
-    for (_, var) in vars {
+    for (_, var) in named_trainable_vars(varmap)? {
         let sums = match var.dtype() {
             DType::F64 => DType::F64,
             _ => DType::F32,

@@ -42,6 +42,7 @@ macro_rules! cases {
             views_are_what_their_copies_are,
             gradients_that_are_views_are_what_their_copies_are,
             views_of_rows_by_themselves,
+            outputs_are_contiguous,
             a_recalibration_replaces_the_mean,
             group_scaling_by_itself,
             rms_norm_is_candle_s,
@@ -893,6 +894,127 @@ pub fn views_of_rows_by_themselves(device: &Device) -> Result<()> {
                 assert_close(&format!("{what}: parameter {k}"), ours, &expected, bound);
             }
         }
+    }
+    Ok(())
+}
+
+/// Inputs of `[3, 7, 64]`, the last without a row, in every kind of layout. Each has the shape of
+/// its base.
+const LAYOUTS: [(&str, &[usize], View); 12] = [
+    ("packed", &[3, 7, 64], |base| Ok(base.clone())),
+    ("tokens before texts", &[7, 3, 64], |base| {
+        base.transpose(0, 1)
+    }),
+    ("channels before tokens", &[3, 64, 7], |base| {
+        base.transpose(1, 2)
+    }),
+    ("texts last", &[7, 64, 3], |base| base.permute((2, 0, 1))),
+    ("channels first", &[64, 3, 7], |base| {
+        base.permute((1, 2, 0))
+    }),
+    ("some of many texts", &[5, 7, 64], |base| {
+        base.narrow(0, 1, 3)
+    }),
+    ("some of many tokens", &[3, 9, 64], |base| {
+        base.narrow(1, 2, 7)
+    }),
+    ("some of many channels", &[3, 7, 69], |base| {
+        base.narrow(2, 5, 64)
+    }),
+    ("each second token", &[3, 7, 2, 64], |base| {
+        base.narrow(2, 1, 1)?.squeeze(2)
+    }),
+    ("one row for all", &[64], |base| {
+        base.broadcast_as((3, 7, 64))
+    }),
+    ("one column for all", &[3, 7, 1], |base| {
+        base.broadcast_as((3, 7, 64))
+    }),
+    ("no row, channels before tokens", &[3, 64, 0], |base| {
+        base.transpose(1, 2)
+    }),
+];
+
+/// Outputs are contiguous, whatever the layout of the input. Models rely on it: in candle 0.11
+/// `Linear` is wrong for some views of several sequences (`suite/candle_traps.rs`), and a
+/// normalization before it keeps them from it.
+pub fn outputs_are_contiguous(device: &Device) -> Result<()> {
+    const COLS: usize = 64;
+    let inputs = |input, turn: usize| -> Result<_> {
+        let (name, shape, view) = LAYOUTS[turn % LAYOUTS.len()];
+        let base = Data::on(device, 61).normal(shape.iter().product());
+        let base = Data::on(device, 61).tensor(&base, shape, input);
+        Ok((name, view(&base)?))
+    };
+    let check = |what: &str, outputs: &[&Tensor]| {
+        for (k, output) in outputs.iter().enumerate() {
+            assert!(
+                output.is_contiguous(),
+                "{what}, output {k}: {:?}",
+                output.layout()
+            );
+        }
+    };
+    let cases = (0..LAYOUTS.len()).flat_map(|turn| DTYPES.map(|dtypes| (turn, dtypes)));
+    for (turn, (input, builder)) in thinned(cases) {
+        let (name, xs) = inputs(input, turn)?;
+        // Of the same shape, which only the last one has not.
+        let others = LAYOUTS.len() - 1;
+        let residual = match turn == others {
+            true => xs.clone(),
+            false => inputs(input, (turn + 1) % others)?.1,
+        };
+        let what = |layer: &str| format!("{layer}: {name}, {input:?} with {builder:?}");
+
+        let mut data = Data::on(device, 62);
+        let mask = data.mask(21);
+        let keep = keep(&mask, &[7, 3]).to_device(device)?.t()?;
+        let keep = keep.narrow(1, 0, xs.dim(1)?)?;
+        let kinds = [None, Some(1), Some(4)];
+        let kinds = kinds
+            .into_iter()
+            .flat_map(|groups| KINDS.map(|kind| (groups, kind)));
+        for ((groups, kind), parameters) in kinds.zip(PARAMETERS.into_iter().cycle()) {
+            let config = config(groups).with_kind(kind).with_parameters(parameters);
+            let layer = Twin::new(&mut data, COLS, config, builder).layer;
+            let what = what(&format!("PowerNorm of {config:?}"));
+            // In the warm-up, after it, and in an evaluation.
+            for train in [true, true, false] {
+                layer.mode().set_training(train);
+                check(&what, &[&layer.forward(&xs)?]);
+                check(&what, &[&layer.forward_masked(&xs, &keep)?]);
+                let (y, sum) = layer.forward_residual(&xs, &residual, &keep)?;
+                check(&what, &[&y, &sum]);
+            }
+        }
+
+        let [weight, bias] = [(); 2].map(|()| data.tensor(&[1.5; COLS], &[COLS], builder));
+        for layer in [
+            LayerNorm::new(weight.clone(), bias.clone(), EPS),
+            LayerNorm::new_no_bias(weight.clone(), EPS),
+            LayerNorm::rms_norm(weight.clone(), EPS),
+        ] {
+            let what = what(&format!("{layer:?}"));
+            let (y, sum) = layer.forward_residual(&xs, &residual)?;
+            check(&what, &[&layer.forward(&xs)?, &y, &sum]);
+        }
+        let rms_norm = RmsNorm::new(weight.clone(), EPS);
+        let (y, sum) = rms_norm.forward_residual(&xs, &residual)?;
+        check(&what("RmsNorm"), &[&rms_norm.forward(&xs)?, &y, &sum]);
+        for groups in [1, 4] {
+            let y = GroupScaling::new(groups, EPS)?.forward(&xs)?;
+            check(&what("GroupScaling"), &[&y]);
+        }
+
+        let eps = EPS as f32;
+        let y = ops::layer_norm(&xs, &weight, &bias, eps)?;
+        check(&what("ops::layer_norm"), &[&y]);
+        let y = ops::rms_norm(&xs, &weight, eps)?;
+        check(&what("ops::rms_norm"), &[&y]);
+        let (y, sum) = ops::add_layer_norm(&xs, &residual, &weight, &bias, eps)?;
+        check(&what("ops::add_layer_norm"), &[&y, &sum]);
+        let (y, sum) = ops::add_rms_norm(&xs, &residual, &weight, eps)?;
+        check(&what("ops::add_rms_norm"), &[&y, &sum]);
     }
     Ok(())
 }

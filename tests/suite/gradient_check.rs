@@ -485,7 +485,7 @@ fn what_cannot_be_checked_is_rejected() -> Result<()> {
     );
     let guard = varmap.data().lock().unwrap();
     let error = message(check_gradients(&varmap, || ys()?.sum_all()));
-    assert!(error.contains("a VarMap that is not locked"), "{error}");
+    assert!(error.contains("expected the lock of a VarMap"), "{error}");
     drop(guard);
     // A check inside a check.
     let inner = || {

@@ -10,6 +10,7 @@ mod common;
 mod devices;
 
 mod adapters;
+mod candle_traps;
 mod centring;
 mod checkpoint;
 mod distributed;

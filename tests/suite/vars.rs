@@ -177,7 +177,7 @@ fn a_panic_under_the_lock_of_the_map_does_not_matter() -> Result<()> {
 #[test]
 fn a_lock_that_is_held_is_reported() -> Result<()> {
     let (varmap, _) = trained(DType::F32)?;
-    let held = "a VarMap that is not locked, got one whose `data()` stayed locked for 10s: drop";
+    let held = "expected the lock of a VarMap, got it held for 10s: drop the guard";
     let gradients = GradStore::default();
     let guard = varmap.data().lock().unwrap();
     // Each waits ten seconds, in threads of their own.
