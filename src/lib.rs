@@ -70,10 +70,9 @@
 //! - [`PowerNorm::fold_into`] merges a trained layer into the linear layer after it.
 //! - [`LossScale`] is for mixed precision, and [`Ranks`] for several processes or GPUs.
 //!
-//! # Beside a model of any normalization
-//!
-//! [`Masters`] let an optimizer move weights of half precision in f32, [`SavedAdamW`] is candle's
-//! AdamW with a state that can be saved, and [`sum_gradients`] adds gradients up over ranks.
+//! For a model with any normalization, [`Masters`] let an optimizer move weights of half precision in
+//! f32, [`SavedAdamW`] is candle's AdamW with a state that can be saved, and [`sum_gradients`] adds
+//! gradients up over ranks.
 //!
 //! The [`guide`] has a page for each task. Begin with [porting](guide::coming_from),
 //! [choosing](guide::choosing) or [troubleshooting](guide::troubleshooting). On Linux use mimalloc
