@@ -13,7 +13,7 @@
 //! example, y = 2 x and Σ x² of a row:
 //!
 //! ```text
-//! write_row!(writer, x.len(), |row| {
+//! write_row!(T, writer, x.len(), |row| {
 //!     for_spans!(simd, 4, 0..x.len(), row, |at| at.load(x) + at.load(x));
 //! });
 //! let [squares] = sum_spans!(simd, 4, 0..x.len(), |at, squares| {
@@ -105,22 +105,24 @@ macro_rules! for_spans {
 macro_rules! sum_spans {
     ($simd:expr, $vectors:expr, $columns:expr, |$at:ident, $($sum:ident),+| $body:expr) => {{
         let (simd, columns): (_, std::ops::Range<usize>) = ($simd, $columns);
-        let first = Span::<_, _, { $vectors }>::new(simd, columns.start);
-        let part = first.width() * $crate::device::cpu::row::spans::TERMS;
-        let mut end = columns.end.min(columns.start + part);
-        let mut sums = sum_spans!(@ simd, first, end, $at, [$($sum),+], $body);
-        // Most rows have one part.
-        if end < columns.end {
-            let mut total = $crate::device::cpu::row::spans::add_part(Default::default(), sums);
-            while end < columns.end {
-                let next = Span::<_, _, { $vectors }>::new(simd, end);
-                end = columns.end.min(end + part);
-                sums = sum_spans!(@ simd, next, end, $at, [$($sum),+], $body);
-                total = $crate::device::cpu::row::spans::add_part(total, sums);
+        let mut block = Span::<_, _, { $vectors }>::new(simd, columns.start);
+        let part = block.width() * $crate::device::cpu::row::spans::TERMS;
+        let mut total = None;
+        // One loop for the first part and all others, so that the body is compiled once for them.
+        loop {
+            let end = columns.end.min(block.start() + part);
+            let sums = sum_spans!(@ simd, block, end, $at, [$($sum),+], $body);
+            // Most rows have one part.
+            if end == columns.end && total.is_none() {
+                break sums;
             }
-            sums = $crate::device::cpu::row::spans::narrow(total);
+            let so_far = $crate::device::cpu::row::spans::add_part(total.unwrap_or_default(), sums);
+            if end == columns.end {
+                break $crate::device::cpu::row::spans::narrow(so_far);
+            }
+            total = Some(so_far);
+            block = Span::<_, _, { $vectors }>::new(simd, end);
         }
-        sums
     }};
     // One part, which begins with this block.
     (@ $simd:ident, $block:ident, $end:ident, $at:ident, [$($sum:ident),+], $body:expr) => {{
@@ -187,7 +189,7 @@ mod tests {
         fn with_simd<S: Simd>(self, simd: S) {
             let Self(groups, writer) = self;
             let cols = groups.each().map(|(columns, _)| columns.len()).sum();
-            write_row!(writer, cols, |row| {
+            write_row!(f32, writer, cols, |row| {
                 for (columns, group) in groups.each() {
                     for_spans!(simd, 4, columns, row, |at| at.splat(group.inv_rms));
                 }
