@@ -14,7 +14,7 @@ mod counting;
 
 use candle::{DType, Device, Module, Result, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap, ops};
-use candle_powernorm::{PowerNormConfig, layer_norm, power_norm, rms_norm};
+use candle_powernorm::{PowerNormConfig, layer_norm, ops as ours, power_norm, rms_norm};
 use counting::Counting;
 use std::alloc::System;
 
@@ -83,8 +83,25 @@ fn main() -> Result<()> {
                 ops::rms_norm_slow(&xs, &weight, eps)
             }),
         ];
+        // Rows as scores of a head, and as heads of 64 channels.
+        let (positions, width) = (rows / 8, 64);
+        let scores = xs.as_tensor();
+        let heads = scores.reshape((8, positions, channels / width, width))?;
+        let heads = Var::from_tensor(&heads.transpose(1, 2)?.contiguous()?.detach())?;
+        let angles = Tensor::rand(0f32, 3., (8192, width / 2), &Device::Cpu)?.to_dtype(dtype)?;
+        let (cos, sin) = (angles.cos()?, angles.sin()?);
+        let fused: [(&str, usize, Forward); 4] = [
+            ("`softmax_last_dim`", 1, &|| ours::softmax_last_dim(scores)),
+            ("candle `softmax`", 1, &|| ops::softmax(scores, 1)),
+            ("`rope`, tables of 8192 positions", 1, &|| {
+                ours::rope(&heads, &cos, &sin)
+            }),
+            ("candle `rope_slow`, the same tables", 1, &|| {
+                candle_nn::rotary_emb::rope_slow(&heads, &cos, &sin)
+            }),
+        ];
         let size = rows * channels * dtype.size_in_bytes();
-        for (name, outputs, forward) in forwards {
+        for (name, outputs, forward) in forwards.into_iter().chain(fused) {
             let kept = held_by(forward)? - outputs * size;
             let tensors = kept as f64 / size as f64;
             println!("| {name} | {dtype:?} | {kept} | {tensors:.2} |");

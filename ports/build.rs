@@ -7,13 +7,28 @@ use std::{env, fs};
 
 fn main() {
     let models = source("candle-transformers").join("src/models");
-    for model in ["bert", "chatglm", "csm", "llama", "llama2_c", "vit"] {
+    for model in [
+        "bert",
+        "chatglm",
+        "csm",
+        "gemma3",
+        "llama",
+        "llama2_c",
+        "modernbert",
+        "qwen3",
+        "vit",
+    ] {
         let ported = patched(&read(&models.join(format!("{model}.rs"))), model);
         write(model, &ported);
         if model == "bert" {
             // With PowerNorm. And with this crate's LayerNorm, for which an import changes.
             let imported = patched(&read(&models.join("bert.rs")), "bert_layer_norm");
             write("bert_layer_norm", &imported);
+        }
+        if ["gemma3", "llama", "modernbert", "qwen3"].contains(&model) {
+            // The same file on slow forms, to compare with.
+            let slow = ported.replace("candle_powernorm::", "crate::slow::");
+            write(&format!("{model}_slow"), &slow);
         }
         if model == "llama2_c" {
             // The same file with candle's layer, by the import alone, and with PowerNorm.

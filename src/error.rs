@@ -102,6 +102,15 @@ pub(crate) enum Error {
         got: std::ffi::OsString,
     },
 
+    /// candle's feature `cuda` is on, and this crate's is off.
+    #[cfg_attr(feature = "cuda", allow(dead_code))]
+    #[error(
+        "candle_powernorm: expected this crate's feature cuda for a layer on an NVIDIA GPU, got it \
+         off: turn it on beside candle's (`--features candle-powernorm/cuda`), or set \
+         CANDLE_POWERNORM_DEVICE=composed to run the layer as many of candle's operations, slowly"
+    )]
+    NoKernels,
+
     /// The kernels have no such numbers.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     #[error("candle_powernorm: expected numbers of dtype F32, F64, F16 or BF16, got {0:?}")]

@@ -18,6 +18,14 @@ impl PowerNorm {
     /// [`group_scaling`](Self::group_scaling), or the layer's input without it.
     /// [Inference](crate::guide::inference) says when to fold.
     ///
+    /// # Layout of the input
+    ///
+    /// Give the result contiguous rows. In candle 0.11 a [`Linear`] of a transposed view of two or
+    /// more sequences, such as `xs.transpose(1, 2)?`, computes wrong outputs without an error. This
+    /// layer's output is contiguous whatever it reads, so `next` behind it is right; once the layer
+    /// is folded away, call [`contiguous`](candle::Tensor::contiguous) on such a view first. The
+    /// output of the group scaling is contiguous.
+    ///
     /// # Shapes and dtypes
     ///
     /// `next` and the result map `[.., size]` to `[.., out]`, in the dtype of `next`, which may
@@ -106,7 +114,7 @@ impl RmsNorm {
     /// # Shapes and dtypes
     ///
     /// As in [`PowerNorm::fold_into`]: W' is computed in f64, and rounded once to the dtype of
-    /// `next`.
+    /// `next`. X̃ is contiguous, as the result needs it.
     ///
     /// # State
     ///
@@ -155,7 +163,8 @@ impl LayerNorm {
     ///
     /// # Shapes and dtypes
     ///
-    /// As in [`PowerNorm::fold_into`]. The result has a bias if `next` or this layer has one.
+    /// As in [`PowerNorm::fold_into`]. The result has a bias if `next` or this layer has one. X̂ is
+    /// contiguous, as the result needs it.
     ///
     /// # State
     ///

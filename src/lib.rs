@@ -32,8 +32,11 @@
 //! ```
 //!
 //! `forward_residual` of both adds a residual in the same pass, [`ops`] has both as functions, and
-//! [`layer_norm_1p`] and [`rms_norm_1p`] take weights that are stored as γ − 1. [`untrained`] lists
-//! the variables of a model that a backward does not train.
+//! [`layer_norm_1p`] and [`rms_norm_1p`] take weights that are stored as γ − 1. [`ops`] also has
+//! candle's fused softmax and rotary embeddings with the backward that they lack there.
+//!
+//! [`untrained`] lists the variables of a model that get no gradient, and [`check_gradients`] those
+//! whose gradient is wrong.
 //!
 //! # PowerNorm
 //!
@@ -67,6 +70,10 @@
 //! - [`PowerNorm::fold_into`] merges a trained layer into the linear layer after it.
 //! - [`LossScale`] is for mixed precision, and [`Ranks`] for several processes or GPUs.
 //!
+//! For a model with any normalization, [`Masters`] let an optimizer move weights of half precision in
+//! f32, [`SavedAdamW`] is candle's AdamW with a state that can be saved, and [`sum_gradients`] adds
+//! gradients up over ranks.
+//!
 //! The [`guide`] has a page for each task. Begin with [porting](guide::coming_from),
 //! [choosing](guide::choosing) or [troubleshooting](guide::troubleshooting). On Linux use mimalloc
 //! as the allocator, and on a CPU set `CANDLE_NUM_THREADS=1` ([performance](guide::performance)).
@@ -91,31 +98,36 @@ mod config;
 mod device;
 mod error;
 mod fold;
+mod gradient_check;
 mod group_scaling;
 mod layer_norm;
 mod loss_scale;
 mod mode;
 mod op;
 pub mod ops;
+mod optim;
 mod power_norm;
 mod ranks;
 mod rms_norm;
 mod state;
 mod vars;
+pub mod with_tracing;
 
 pub use builder::{PowerNormBuilder, power_norm, power_norm_no_bias};
 pub use candle_nn::LayerNormConfig;
 pub use config::{PowerNormConfig, Recipe, Statistics};
+pub use gradient_check::{WrongGradient, check_gradients};
 pub use group_scaling::GroupScaling;
 pub use layer_norm::{LayerNorm, layer_norm, layer_norm_1p, layer_norm_no_bias};
 pub use loss_scale::LossScale;
 pub use mode::{Mode, ModeScope};
+pub use optim::{Masters, SavedAdamW};
 pub use power_norm::{PowerNorm, PowerNormT};
 #[cfg(feature = "mpi")]
 pub use ranks::MpiCommunicator;
 #[cfg(feature = "nccl")]
 pub use ranks::NcclCommunicator;
-pub use ranks::{Communicator, Ranks};
+pub use ranks::{Communicator, Ranks, sum_gradients};
 pub use rms_norm::{RmsNorm, rms_norm, rms_norm_1p};
 pub use vars::{Untrained, trainable_vars, untrained};
 
@@ -133,12 +145,14 @@ macro_rules! links {
     () => {
         "[allocator]: crate::guide::performance#the-allocator\n\
          [autograd]: crate::guide::performance#candles-autograd\n\
+         [candle-traps]: crate::guide::traps\n\
          [checkpointing]: crate::guide::recipes#activation-checkpointing\n\
          [checkpoints]: crate::guide::checkpoints\n\
          [choosing]: crate::guide::choosing\n\
          [coming-from]: crate::guide::coming_from\n\
          [exactly]: crate::guide::checkpoints\
          #from-layernorm-to-rmsnorm-and-powernorm-exactly\n\
+         [folding]: crate::guide::inference#folding\n\
          [gpu]: crate::guide::gpu\n\
          [gpu-times]: crate::guide::performance#on-a-gpu\n\
          [guide]: crate::guide\n\
@@ -149,16 +163,20 @@ macro_rules! links {
          [padding]: crate::guide::padding\n\
          [paper]: crate::guide::paper\n\
          [performance]: crate::guide::performance\n\
+         [ranks-fail]: crate::guide::ranks#when-a-rank-fails\n\
          [ranks]: crate::guide::ranks\n\
          [recipes]: crate::guide::recipes\n\
          [runtimes]: crate::guide::runtimes\n\
+         [sharing]: crate::guide::training#sharing-a-layer\n\
          [short-runs]: crate::guide::training#short-runs\n\
          [threads]: crate::guide::performance#threads\n\
          [training]: crate::guide::training\n\
          [traps]: crate::guide::recipes#traps-of-half-precision\n\
          [troubleshooting]: crate::guide::troubleshooting\n\
          [views]: crate::guide::gpu#launches\n\
-         [what-to-log]: crate::guide::training#what-to-log\n"
+         [what-to-log]: crate::guide::training#what-to-log\n\
+         [without-a-backward]: crate::guide::coming_from#functions-without-a-backward\n\
+         [wrong-gradients]: crate::guide::coming_from#gradients-that-are-wrong\n"
     };
 }
 
@@ -207,6 +225,9 @@ pub mod guide {
         /// Troubleshooting, by what you see: NaN, a loss that does not fall, an evaluation that is
         /// worse than training, loading, resuming, speed, digits, memory.
         troubleshooting: "troubleshooting",
+        /// Traps of training with candle 0.11: wrong values, wrong gradients and NaN without an
+        /// error, and what to write instead.
+        traps: "traps",
         /// Equations, every difference from the paper, bad batches and numerics.
         paper: "paper",
     }

@@ -178,7 +178,7 @@ impl Mode {
 }
 
 /// Ends a scope of a [`Mode`] when dropped. [`Mode::eval_scope`] and [`Mode::recalibrate_scope`]
-/// make it.
+/// make it. Keep it in a variable with a name, such as `_guard`: `let _ = ..` drops it at once.
 #[must_use = "the scope ends as soon as the guard is dropped"]
 #[derive(Debug)]
 pub struct ModeScope {

@@ -1,10 +1,29 @@
-//! Normalizations as functions, for models that keep their parameters themselves.
+//! Functions of candle_nn that record no backward there, with one: normalizations for models that
+//! keep their parameters themselves, the softmax and rotary embeddings.
 //!
-//! [`layer_norm`] and [`rms_norm`] take the arguments of candle_nn's functions of these names, which
-//! record no backward. These are differentiable in every argument, so a changed import is the whole
-//! change. [`add_layer_norm`] and [`add_rms_norm`] add a residual first, in the same pass.
+//! Each takes the arguments of candle_nn's function of the same name, and is differentiable in every
+//! argument, so a changed import is the whole change:
+//!
+//! | here | in candle_nn 0.11 |
+//! |---|---|
+//! | [`layer_norm`], [`rms_norm`] | `ops::layer_norm`, `ops::rms_norm` |
+//! | [`softmax_last_dim`] | `ops::softmax_last_dim` |
+//! | [`rope`], [`rope_i`], [`rope_thd`] | the same names in `rotary_emb` |
+//!
+//! [`add_layer_norm`] and [`add_rms_norm`] add a residual first, in the same pass.
+//!
+//! # Normalizations
 //!
 //! [`LayerNorm`] and [`RmsNorm`](crate::RmsNorm) have the equations, shapes, dtypes and gradients.
+//!
+//! # Softmax and rotary embeddings
+//!
+//! The forward is candle_nn's own fused function, on every device and in every dtype in which that
+//! runs. The graph keeps the input and the output. candle_nn's differentiable forms, `ops::softmax`
+//! and `rotary_emb::rope_slow`, keep each intermediate result, and `rope_slow` both tables, at their
+//! full length, twice as wide. An input that is not contiguous is copied, where candle_nn's function
+//! rejects it. The gradients can be differentiated again.
+//!
 //! An error begins with the name of the function that was called, and names its arguments.
 //!
 //! ```
@@ -25,6 +44,7 @@ use crate::config::state_dtype;
 use crate::device::pass::check_device;
 use crate::layer_norm::LayerNorm;
 use crate::op;
+use crate::op::fused::{self, Rotation};
 use candle::{DType, Result, Tensor};
 
 /// LayerNorm of `xs`, `[.., C]`: `alpha` is γ and `beta` β, `[C]` each. candle_nn's
@@ -83,6 +103,98 @@ pub fn add_rms_norm(
     let layer = LayerNorm::rms_norm(alpha.clone(), eps.into());
     let pass = layer.pass("add_rms_norm", xs)?.with_residual(residual)?;
     op::add_and_normalize(pass, None, None)
+}
+
+/// The softmax of `xs` over its last dimension. candle_nn's `ops::softmax_last_dim`, with a
+/// backward.
+///
+/// `y = exp(x − max x) / Σ exp(x − max x)`, with the gradient `∂L/∂x = y ⊙ (∂L/∂y − Σ ∂L/∂y ⊙ y)`,
+/// where maximum and sums run over the last dimension.
+///
+/// `xs` is of any rank from 1 and any layout, in `F32`, `F64`, `F16` or `BF16`. A row that is −∞
+/// throughout is NaN, as in candle_nn.
+/// On a CPU candle_nn adds the exponentials in the dtype of `xs`, so the sum of a long row stops
+/// growing at 256 in `BF16` and at 2048 in `F16`, and output and gradient are wrong
+/// ([traps](crate::guide::traps)). Convert longer rows to `F32` first.
+///
+/// # Errors
+///
+/// `xs` is a scalar, or of another dtype.
+///
+/// # Example
+///
+/// ```
+/// use candle::{Device, Result, Tensor, Var};
+/// use candle_powernorm::ops::softmax_last_dim; // was: use candle_nn::ops::softmax_last_dim;
+///
+/// # fn main() -> Result<()> {
+/// let scores = Var::new(&[[0f32, 1., 2.], [2., 0., 0.]], &Device::Cpu)?;
+/// let attention = softmax_last_dim(&scores)?;
+/// let gradients = attention.sqr()?.sum_all()?.backward()?;
+/// assert!(gradients.get(&scores).is_some());
+/// # Ok(()) }
+/// ```
+pub fn softmax_last_dim(xs: &Tensor) -> Result<Tensor> {
+    fused::softmax_last_dim(xs)
+}
+
+/// Rotary position embeddings of queries or keys. candle_nn's `rotary_emb::rope`, with a backward.
+///
+/// Rotates element i and element i + D/2 of each head by the angle of its position:
+/// `y₁ = x₁ cos − x₂ sin`, `y₂ = x₁ sin + x₂ cos` (Su et al., "RoFormer", 2021). The gradient of
+/// `xs` is the gradient of the output, rotated back.
+///
+/// # Shapes
+///
+/// - `xs`: `[batch, heads, positions, D]`, of any layout.
+/// - `cos` and `sin`: `[P, D/2]`, or `[batch, P, D/2]` with a table for each sequence, where P is at
+///   least the number of positions. Position 0 of `xs` uses the first row, so narrow the tables for
+///   a sequence that begins later. They have the dtype of `xs`: `F32`, `F64`, `F16` or `BF16`.
+///
+/// # Gradients
+///
+/// `cos` and `sin` get theirs if they depend on variables. Rows beyond the last position get 0.
+///
+/// # Errors
+///
+/// The arguments' shapes, dtypes or devices do not fit each other.
+///
+/// # Example
+///
+/// ```
+/// use candle::{Device, Result, Tensor, Var};
+/// use candle_powernorm::ops::rope; // was: use candle_nn::rotary_emb::rope;
+///
+/// # fn main() -> Result<()> {
+/// let queries = Var::randn(0f32, 1., (2, 4, 16, 8), &Device::Cpu)?;
+/// let angles = Tensor::rand(0f32, 3., (32, 4), &Device::Cpu)?; // for up to 32 positions
+/// let rotated = rope(&queries, &angles.cos()?, &angles.sin()?)?;
+/// let gradients = rotated.powf(3.)?.sum_all()?.backward()?;
+/// assert!(gradients.get(&queries).is_some());
+/// # Ok(()) }
+/// ```
+pub fn rope(xs: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
+    Rotation::Halves.apply(xs, cos, sin)
+}
+
+/// [`rope`] of neighbours: rotates element 2i and element 2i + 1 of each head. candle_nn's
+/// `rotary_emb::rope_i`, with a backward.
+///
+/// # Errors
+///
+/// As in [`rope`].
+pub fn rope_i(xs: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
+    Rotation::Interleaved.apply(xs, cos, sin)
+}
+
+/// [`rope`] of `xs` in the layout `[batch, positions, heads, D]`. candle_nn's
+/// `rotary_emb::rope_thd`, with a backward.
+///
+/// # Errors
+///
+/// As in [`rope`].
+pub fn rope_thd(xs: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
+    Rotation::HalvesThd.apply(xs, cos, sin)
 }
 
 /// Checks the arguments of the function `name` under the names that they have in its call. The

@@ -22,6 +22,9 @@ pub fn rms_norm(size: usize, eps: f64, vb: VarBuilder) -> Result<RmsNorm> {
 /// Builds an [`RmsNorm`] layer whose weight is stored as its distance from 1: γ = 1 + w, as in Gemma
 /// and Qwen3-Next. Its tensor is that of [`rms_norm`], and a fresh one is 0.
 ///
+/// GGUF files store γ itself, also of these models
+/// ([weights with an offset](crate::guide::coming_from#weights-with-an-offset)).
+///
 /// # Errors
 ///
 /// As in [`rms_norm`].

@@ -36,8 +36,15 @@ fn recorded(group_scaling: Option<usize>) -> i64 {
     group_scaling.map_or(-1, |groups| groups as i64)
 }
 
+/// The state of one moment: ψ², ν/(1−α_b), t, the record of the group scaling, and the progress of
+/// a recalibration.
+pub(crate) struct Snapshot {
+    variables: [Tensor; 4],
+    recalibration: Recalibration,
+}
+
 /// The progress of the last recalibration.
-#[derive(Debug, Default)]
+#[derive(Debug, Default, Clone, Copy)]
 struct Recalibration {
     pass: u64,
     batches: usize,
@@ -172,6 +179,31 @@ impl State {
     pub fn steps(&self) -> Result<usize> {
         let got = first(&self.iters)?;
         usize::try_from(got).map_err(|_| Error::Steps(got).into())
+    }
+
+    /// A copy of everything that a step moves.
+    pub fn snapshot(&self) -> Result<Snapshot> {
+        let recalibration = self.lock();
+        let copy = |var: &Var| var.as_detached_tensor().copy();
+        Ok(Snapshot {
+            variables: [
+                copy(&self.running_phi)?,
+                copy(&self.ema_gz)?,
+                copy(&self.iters)?,
+                copy(&self.groups)?,
+            ],
+            recalibration: *recalibration,
+        })
+    }
+
+    pub fn restore(&self, snapshot: &Snapshot) -> Result<()> {
+        let mut recalibration = self.lock();
+        let variables = [&self.running_phi, &self.ema_gz, &self.iters, &self.groups];
+        for (var, copy) in variables.into_iter().zip(&snapshot.variables) {
+            var.set(copy)?;
+        }
+        *recalibration = snapshot.recalibration;
+        Ok(())
     }
 
     pub fn reset(&self) -> Result<()> {

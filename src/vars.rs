@@ -5,7 +5,8 @@ use candle::{DType, Device, Result, Tensor, TensorId, Var};
 use candle_nn::VarMap;
 use std::collections::{HashMap, HashSet};
 use std::fmt;
-use std::sync::PoisonError;
+use std::sync::{MutexGuard, PoisonError, TryLockError};
+use std::time::{Duration, Instant};
 
 /// The variables of a PowerNorm layer that are its state. No gradient reaches them.
 const STATISTICS: [&str; 4] = ["running_phi", "ema_gz", "iters", "groups"];
@@ -38,6 +39,16 @@ const STATISTICS: [&str; 4] = ["running_phi", "ema_gz", "iters", "groups"];
 /// listed once, under the first of its names. `all_vars` lists it under each, and an optimizer then
 /// moves it several times a step.
 ///
+/// # The lock of the map
+///
+/// Every function that reads a `VarMap` waits for its lock, and candle does so when a layer is
+/// built. A call in a thread that holds the guard of `varmap.data().lock()` would wait for itself,
+/// so drop the guard first.
+///
+/// After ten seconds this function says so on the standard error, and waits on, because another
+/// thread may be saving the map. This crate's functions that return a `Result`, such as
+/// [`untrained`], return an error then.
+///
 /// # Example
 ///
 /// ```
@@ -60,7 +71,11 @@ const STATISTICS: [&str; 4] = ["running_phi", "ema_gz", "iters", "groups"];
 /// # Ok(()) }
 /// ```
 pub fn trainable_vars(varmap: &VarMap) -> Vec<Var> {
-    let named = named_trainable_vars(varmap);
+    let vars = lock(varmap).unwrap_or_else(|error| {
+        eprintln!("{error}");
+        varmap.data().lock().unwrap_or_else(PoisonError::into_inner)
+    });
+    let named = named_trainable(&vars);
     named.into_iter().map(|(_, var)| var).collect()
 }
 
@@ -70,6 +85,11 @@ pub fn trainable_vars(varmap: &VarMap) -> Vec<Var> {
 /// Run it once on the `gradients` of a training step, before you look at the loss. candle records
 /// no backward for several fused operations and reports no error, and the loss falls anyway,
 /// because whatever comes after the last such operation does train.
+///
+/// **An entry for the weight of a normalization means that every gradient before it is wrong, listed
+/// or not:** in a residual block `x + f(norm(x))`, the skip connection still carries a gradient to
+/// what comes before, and the branch's part is missing from it.
+/// [`check_gradients`](crate::check_gradients) measures which gradients are right.
 ///
 /// The list has the variables that [`trainable_vars`] returns, in the same order, so it never
 /// contains PowerNorm's statistics, and names a tied weight once.
@@ -88,9 +108,10 @@ pub fn trainable_vars(varmap: &VarMap) -> Vec<Var> {
 /// A gradient of NaN or infinity is no entry, because an optimizer moves its variable. Nor is a
 /// variable without elements.
 ///
-/// An empty list does not prove that the model's output follows its variables: a weight that was
-/// computed once, in a constructor, has a gradient in every step, while the model keeps the first
-/// value ([`RmsNorm::new`](crate::RmsNorm::new)).
+/// An empty list does not prove that the gradients are right, nor that the model's output follows
+/// its variables: a weight that was computed once, in a constructor, has a gradient in every step,
+/// while the model keeps the first value ([`RmsNorm::new`](crate::RmsNorm::new)).
+/// [`check_gradients`](crate::check_gradients) finds both.
 ///
 /// # Cost
 ///
@@ -99,7 +120,8 @@ pub fn trainable_vars(varmap: &VarMap) -> Vec<Var> {
 ///
 /// # Errors
 ///
-/// candle's error if a gradient cannot be read, for example because memory runs out.
+/// - candle's error if a gradient cannot be read, for example because memory runs out.
+/// - The map [stays locked](trainable_vars#the-lock-of-the-map).
 ///
 /// # Example
 ///
@@ -136,7 +158,7 @@ pub fn trainable_vars(varmap: &VarMap) -> Vec<Var> {
 /// `varmap.data().lock().unwrap().insert("w".to_owned(), var.clone())`.
 pub fn untrained(varmap: &VarMap, gradients: &GradStore) -> Result<Vec<Untrained>> {
     let mut found = vec![];
-    for (name, var) in named_trainable_vars(varmap) {
+    for (name, var) in named_trainable_vars(varmap)? {
         if var.elem_count() == 0 {
             continue;
         }
@@ -222,12 +244,69 @@ fn zero_rows(gradient: &Tensor, of: usize) -> Result<usize> {
 }
 
 /// The variables that [`trainable_vars`] returns, each with its first name.
-fn named_trainable_vars(varmap: &VarMap) -> Vec<(String, Var)> {
-    // A panic elsewhere leaves the map whole: it only ever gains variables.
-    let vars = varmap.data().lock().unwrap_or_else(PoisonError::into_inner);
+///
+/// # Errors
+///
+/// The map [stays locked](trainable_vars#the-lock-of-the-map).
+pub(crate) fn named_trainable_vars(varmap: &VarMap) -> Result<Vec<(String, Var)>> {
+    Ok(named_trainable(&*lock(varmap)?))
+}
+
+/// All variables of `varmap`, the statistics too, once each.
+///
+/// # Errors
+///
+/// The map [stays locked](trainable_vars#the-lock-of-the-map).
+pub(crate) fn distinct_vars(varmap: &VarMap) -> Result<Vec<Var>> {
+    let mut listed = HashSet::new();
+    let vars = lock(varmap)?;
+    let distinct = vars.values().filter(|var| listed.insert(var.id()));
+    Ok(distinct.cloned().collect())
+}
+
+/// The first name, in sorted order, of each variable of `varmap`.
+pub(crate) fn first_names(varmap: &VarMap) -> Result<HashMap<TensorId, String>> {
+    let mut names = HashMap::<TensorId, String>::new();
+    for (name, var) in lock(varmap)?.iter() {
+        let first = names.entry(var.id()).or_insert_with(|| name.clone());
+        if name < first {
+            first.clone_from(name);
+        }
+    }
+    Ok(names)
+}
+
+type Vars = HashMap<String, Var>;
+
+/// How long a call waits for the lock of a map. A thread holds it while it saves or loads a file.
+const LIMIT: Duration = Duration::from_secs(10);
+
+/// The variables of a map. A thread that holds the lock already would wait for itself, and a lock
+/// does not tell who holds it, so the wait is bounded.
+fn lock(varmap: &VarMap) -> Result<MutexGuard<'_, Vars>> {
+    let mut start = None;
+    loop {
+        match varmap.data().try_lock() {
+            Ok(vars) => return Ok(vars),
+            // A panic elsewhere leaves the map whole: it only ever gains variables.
+            Err(TryLockError::Poisoned(poisoned)) => return Ok(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => {}
+        }
+        if start.get_or_insert_with(Instant::now).elapsed() > LIMIT {
+            candle::bail!(
+                "candle_powernorm: expected the lock of a VarMap, got it held for {LIMIT:?}: drop \
+                 the guard of `varmap.data().lock()` before this call; if another thread saves or \
+                 loads the map, wait for it"
+            )
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn named_trainable(vars: &Vars) -> Vec<(String, Var)> {
     let mut trainable: Vec<_> = vars
         .iter()
-        .filter(|(name, var)| var.dtype().is_float() && !is_statistic(name, &vars))
+        .filter(|(name, var)| var.dtype().is_float() && !is_statistic(name, vars))
         .collect();
     trainable.sort_by_key(|(name, _)| *name);
     let mut listed = HashSet::<TensorId>::new();
@@ -239,7 +318,7 @@ fn named_trainable_vars(varmap: &VarMap) -> Vec<(String, Var)> {
 
 /// `true` if `name` is a statistic of a PowerNorm layer in `vars`. The layer's `running_phi` is the
 /// proof that there is a layer: a model may use the other names for weights of its own.
-fn is_statistic(name: &str, vars: &HashMap<String, Var>) -> bool {
+fn is_statistic(name: &str, vars: &Vars) -> bool {
     let start = name.rfind('.').map_or(0, |dot| dot + 1);
     let (path, last) = name.split_at(start);
     STATISTICS.contains(&last) && vars.contains_key(&format!("{path}running_phi"))

@@ -7,7 +7,8 @@
 use crate::{llama2_c, llama2_c_candle, llama2_c_power, untrained};
 use candle::{bail, DType, Device, Error, Result, Tensor};
 use candle_nn::{loss::cross_entropy, AdamW, Optimizer, ParamsAdamW, VarBuilder, VarMap};
-use candle_powernorm::{trainable_vars, Mode, PowerNormBuilder, PowerNormConfig};
+use candle_powernorm::{check_gradients, trainable_vars};
+use candle_powernorm::{Mode, PowerNormBuilder, PowerNormConfig};
 use rand::{rngs::StdRng, Rng, SeedableRng};
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -124,8 +125,10 @@ fn init(varmap: &VarMap, rng: &mut StdRng) -> Result<()> {
 
 /// The result of a training.
 struct Outcome {
-    /// Variables that the first backward trains, out of `variables`.
+    /// Variables that the first backward trains, and those whose gradient is right, out of
+    /// `variables`.
     trained: usize,
+    right: usize,
     variables: usize,
     validation: f64,
 }
@@ -145,14 +148,18 @@ fn train(new_model: NewModel, text: &Text, steps: usize, seed: u64) -> Result<Ou
     let vars = trainable_vars(&varmap);
     let variables = vars.len();
     let mut optimizer = AdamW::new(vars, params)?;
-    let mut trained = None;
+    let mut first = None;
     for _ in 0..steps {
-        let gradients = loss_of(batch(&text.train, &mut rng)?)?.backward()?;
-        if trained.is_none() {
-            trained = Some(variables - untrained(&varmap, &gradients)?.len());
+        let batch = batch(&text.train, &mut rng)?;
+        let gradients = loss_of(batch.clone())?.backward()?;
+        if first.is_none() {
+            let untrained = untrained(&varmap, &gradients)?.len();
+            let wrong = check_gradients(&varmap, || loss_of(batch.clone()))?.len();
+            first = Some([variables - untrained, variables - wrong]);
         }
         optimizer.step(&gradients)?;
     }
+    let [trained, right] = first.unwrap_or_default();
     let _evaluation = mode.eval_scope();
     let mut rng = StdRng::seed_from_u64(0);
     let mut sum = 0.;
@@ -161,14 +168,15 @@ fn train(new_model: NewModel, text: &Text, steps: usize, seed: u64) -> Result<Ou
         sum += f64::from(loss.to_scalar::<f32>()?);
     }
     Ok(Outcome {
-        trained: trained.unwrap_or(0),
+        trained,
+        right,
         variables,
         validation: sum / VALIDATIONS as f64,
     })
 }
 
-/// Trains each model with each seed, and prints a table. Fails if this crate's layers leave a
-/// variable without a gradient.
+/// Trains each model with each seed, and prints a table. Fails if with this crate's layers a variable
+/// has no gradient or a wrong one.
 pub fn compare(text: &Path, steps: usize, seeds: &[u64]) -> Result<()> {
     let text = Text::read(text)?;
     println!(
@@ -176,7 +184,7 @@ pub fn compare(text: &Path, steps: usize, seeds: &[u64]) -> Result<()> {
          {CONTEXT} characters\n",
         text.vocab
     );
-    print!("{:26}{:>10}", "normalization", "trained");
+    print!("{:26}{:>10}{:>10}", "normalization", "trained", "right");
     seeds
         .iter()
         .for_each(|seed| print!("{:>10}", format!("seed {seed}")));
@@ -187,12 +195,21 @@ pub fn compare(text: &Path, steps: usize, seeds: &[u64]) -> Result<()> {
         for &seed in seeds {
             let outcome = train(new_model, &text, steps, seed)?;
             line += &format!("{:10.3}", outcome.validation);
-            first.get_or_insert((outcome.trained, outcome.variables));
+            first.get_or_insert(outcome);
         }
-        let (trained, variables) = first.unwrap_or_default();
-        println!("{name:26}{:>10}{line}", format!("{trained} of {variables}"));
-        if trained < variables && !name.starts_with("candle's") {
-            bail!("{name}: a backward trains {trained} of {variables} variables");
+        let Some(Outcome {
+            trained,
+            right,
+            variables,
+            ..
+        }) = first
+        else {
+            continue; // no seeds
+        };
+        let of = |count| format!("{count} of {variables}");
+        println!("{name:26}{:>10}{:>10}{line}", of(trained), of(right));
+        if !name.starts_with("candle's") && (trained, right) != (variables, variables) {
+            bail!("{name}: {trained} of {variables} variables train, {right} of them rightly");
         }
     }
     println!("\nThe mean loss of {VALIDATIONS} batches of the text's last tenth, in nats.");

@@ -238,7 +238,9 @@ fn update_nu(pass: &Pass, nu: &Nu, batch: &BatchStatistics, lambda: &Tensor) -> 
     let mut fading = (&batch.gamma * nu.share)?;
     if pass.recipe.is_guarded() {
         // With more than 1, ν's sign would turn at each step: it is clamped.
-        fading = fading.minimum(1.)?;
+        // `Tensor::minimum` is generic over its argument, so that candle's loops over two tensors
+        // would be compiled into this crate for each dtype.
+        fading = fading.gt(1f64)?.where_cond(&fading.ones_like()?, &fading)?;
     }
     let old = nu.ema_gz.as_detached_tensor().flatten_all()?;
     let old = old.to_dtype(fading.dtype())?;

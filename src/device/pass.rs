@@ -266,6 +266,12 @@ impl Pass {
         self.layer
     }
 
+    /// The gradient of the rows is that of the output. PowerNorm's is the paper's approximation once
+    /// its steps divide by the running statistic, and always under [`Recipe::Fairseq`].
+    pub fn has_exact_gradients(&self) -> bool {
+        !self.kind.is_training() || self.recipe.is_exact(self.kind)
+    }
+
     /// The rows, in a layout that the device reads.
     pub fn x(&self) -> &Tensor {
         &self.x

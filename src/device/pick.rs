@@ -11,6 +11,9 @@ use std::ffi::OsString;
 use std::sync::Arc;
 use std::sync::LazyLock;
 
+/// The environment variable that names a device kind.
+const VARIABLE: &str = "CANDLE_POWERNORM_DEVICE";
+
 /// The device of a layer.
 #[derive(Debug, Clone)]
 pub(crate) enum DeviceKind {
@@ -42,9 +45,13 @@ impl DeviceKind {
     /// The environment variable `CANDLE_POWERNORM_DEVICE=composed` runs [`DeviceKind::Composed`] on
     /// a CPU, to test it there. Another name is an error: a test that ignored it would test
     /// something else.
+    ///
+    /// In a build whose candle has CUDA and whose copy of this crate has no kernels, a GPU would
+    /// silently run dozens of candle's operations for each call. That is an error too, unless the
+    /// variable asks for it.
     pub fn of(device: &Device) -> Result<Self> {
         static NAME: LazyLock<OsString> =
-            LazyLock::new(|| std::env::var_os("CANDLE_POWERNORM_DEVICE").unwrap_or_default());
+            LazyLock::new(|| std::env::var_os(VARIABLE).unwrap_or_default());
         match device {
             Device::Cpu => match NAME.to_str() {
                 Some("") => {
@@ -53,7 +60,7 @@ impl DeviceKind {
                 }
                 Some("composed") => Ok(Self::Composed),
                 _ => Err(Error::Environment {
-                    variable: "CANDLE_POWERNORM_DEVICE",
+                    variable: VARIABLE,
                     expected: "composed",
                     got: NAME.clone(),
                 }
@@ -61,6 +68,8 @@ impl DeviceKind {
             },
             #[cfg(feature = "cuda")]
             Device::Cuda(_) => Ok(Self::Cuda(cuda::Kernels::of(device)?)),
+            #[cfg(not(feature = "cuda"))]
+            Device::Cuda(_) if *NAME != "composed" => Err(Error::NoKernels.into()),
             _ => Ok(Self::Composed),
         }
     }
@@ -103,6 +112,27 @@ impl DeviceKind {
             #[cfg(feature = "cuda")]
             Self::Cuda(_) => cuda::reads_in_place(rows, state),
             _ => false,
+        }
+    }
+}
+
+#[cfg(all(test, not(feature = "cuda")))]
+mod tests {
+    use super::*;
+
+    /// Without candle's feature `cuda`, its type of a GPU is a unit. It stands here for a GPU of a
+    /// build in which another crate turns the feature on.
+    #[test]
+    fn a_gpu_without_kernels_is_an_error() {
+        let kind = |device| DeviceKind::of(&device).map(|kind| format!("{kind:?}"));
+        let gpu = kind(Device::Cuda(candle::CudaDevice));
+        // `.ci/run` runs the unit tests with it too.
+        if std::env::var_os(VARIABLE).is_some_and(|name| name == "composed") {
+            assert_eq!(gpu.unwrap(), "Composed");
+        } else {
+            let text = gpu.unwrap_err().to_string();
+            let expected = "expected this crate's feature cuda for a layer on an NVIDIA GPU";
+            assert!(text.contains(expected), "{text}");
         }
     }
 }

@@ -9,6 +9,7 @@
 //! sums, moves ψ² and ν under the state's lock, and counts the step. Nothing is pending between
 //! calls.
 
+use super::probe;
 use crate::config::PhiStep;
 use crate::device::pass::Pass;
 use crate::device::{Announcement, Env, Gradients, Nu, Outputs, Saved};
@@ -39,6 +40,9 @@ pub(super) fn forward(
     training: Option<Training>,
     turn: Option<Turn>,
 ) -> Result<(Saved, Option<Training>, Outputs)> {
+    if let Some(training) = &training {
+        probe::training_forward(&training.state, pass.has_exact_gradients())?;
+    }
     let mut env = StepEnv::new(training.as_ref(), turn);
     let (saved, outputs) = pass.forward(&mut env)?;
     let counted = env.counted;

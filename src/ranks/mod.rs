@@ -1,11 +1,13 @@
 //! Sums over processes: what a layer asks of them, and the engines that add up.
 
 mod announcement;
+mod gradients;
 #[cfg(feature = "mpi")]
 mod mpi;
 #[cfg(feature = "nccl")]
 mod nccl;
 
+pub use self::gradients::sum_gradients;
 #[cfg(feature = "mpi")]
 pub use self::mpi::MpiCommunicator;
 #[cfg(feature = "nccl")]
@@ -23,8 +25,8 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 /// own shard of every batch.
 ///
 /// Feature `mpi` has `MpiCommunicator`, for CPUs, and feature `nccl` has `NcclCommunicator`, for
-/// GPUs. Another engine needs only these two methods. [Ranks](crate::guide::ranks) says how a
-/// program sums its gradients by the same communicator.
+/// GPUs. Another engine needs only these two methods. [`sum_gradients`] sums a model's gradients by
+/// the same communicator.
 ///
 /// # Example
 ///
@@ -81,8 +83,9 @@ pub trait Communicator: Send + Sync {
     /// sum has the same bits on every rank.
     ///
     /// All ranks call this in the same order, each time with tensors of one shape and dtype (`F32`
-    /// or `F64`). Each rank waits for the others, or has its GPU wait. `tensor` is contiguous. It
-    /// is on its layer's device if that is a CPU or an NVIDIA GPU, else on the CPU.
+    /// or `F64`). Each rank waits for the others, or has its GPU wait. `tensor` is contiguous. A
+    /// gradient is on its variable's device. A layer's sums are on the layer's device if that is a
+    /// CPU or an NVIDIA GPU, else on the CPU.
     ///
     /// # Errors
     ///

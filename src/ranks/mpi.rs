@@ -38,21 +38,21 @@ use std::sync::{Mutex, PoisonError};
 /// use candle::{DType, Device, Module, Result, Tensor};
 /// use candle_nn::{VarBuilder, VarMap};
 /// use candle_powernorm::mpi::{self, topology::SimpleCommunicator, traits::Communicator as _};
-/// use candle_powernorm::{power_norm, Communicator, MpiCommunicator, Ranks};
+/// use candle_powernorm::{power_norm, sum_gradients, MpiCommunicator, Ranks};
 /// use std::sync::Arc;
 ///
 /// fn train(world: &SimpleCommunicator) -> Result<()> {
 ///     let communicator = Arc::new(MpiCommunicator::new(world)?);
 ///     let ranks = Ranks::new(communicator.clone());
-///     let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
+///     let varmap = VarMap::new();
+///     let vb = VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu);
 ///     let norm = power_norm(512, 1e-5, vb)?.with_ranks(&ranks);
 ///     // Each rank has its own rows.
 ///     let ys = norm.forward(&Tensor::randn(0f32, 1., (8, 512), &Device::Cpu)?)?;
-///     let grads = ys.sqr()?.sum_all()?.backward()?;
+///     let mut gradients = ys.sqr()?.sum_all()?.backward()?;
 ///     // The layer took its statistics over the rows of all ranks. The gradients of parameters are
-///     // each rank's own, and are yet to be summed.
-///     communicator.all_reduce_sum(grads.get(norm.weight().unwrap()).unwrap())?;
-///     Ok(())
+///     // each rank's own until they are summed.
+///     sum_gradients(&communicator, &varmap, &mut gradients)
 /// }
 ///
 /// let (universe, _) = mpi::initialize_with_threading(mpi::Threading::Multiple).unwrap();

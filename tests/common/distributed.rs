@@ -3,9 +3,10 @@
 
 use super::*;
 use candle::{CpuStorage, DType, Device, Error, InplaceOp1, Layout, Module, Result, Tensor, Var};
-use candle_nn::VarMap;
+use candle_nn::{Linear, VarBuilder, VarMap, linear};
 use candle_powernorm::{
     Communicator, LossScale, Mode, PowerNorm, PowerNormConfig, Ranks, Recipe, Statistics,
+    power_norm, sum_gradients, trainable_vars,
 };
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
@@ -34,6 +35,8 @@ macro_rules! cases {
             a_forward_moves_phi_and_a_backward_nu,
             a_layer_used_twice,
             an_evaluation_is_local,
+            gradients_of_a_model,
+            gradients_in_half_precision,
             residuals_scales_recalibration,
             nan_rows_and_empty_shards,
             a_state_that_is_replaced,
@@ -577,6 +580,127 @@ pub fn an_evaluation_is_local(rank: &Rank) {
         rank.meet();
         forward.backward();
         twins.compare("afterwards");
+    }
+}
+
+/// A model with a branch that not every rank uses.
+struct Branched {
+    input: Linear,
+    norm: PowerNorm,
+    output: Linear,
+    branch: Linear,
+    varmap: VarMap,
+}
+
+impl Branched {
+    /// With the same random parameters whenever it is built.
+    fn new(rank: &Rank) -> Result<Self> {
+        let varmap = VarMap::new();
+        let vb = VarBuilder::from_varmap(&varmap, DType::F64, &rank.device);
+        let model = Self {
+            input: linear(SIZE, SIZE, vb.pp("input"))?,
+            norm: power_norm(SIZE, 1e-5.with_warm_up(2), vb.pp("norm"))?,
+            output: linear(SIZE, SIZE, vb.pp("output"))?,
+            branch: linear(SIZE, SIZE, vb.pp("branch"))?,
+            varmap,
+        };
+        let mut data = rank.data(14);
+        for var in trainable_vars(&model.varmap) {
+            let values = data.normal(var.elem_count());
+            var.set(&data.tensor(&values, var.dims(), DType::F64))?;
+        }
+        Ok(model)
+    }
+
+    /// The loss Σ y·dy, to which the branch adds its output in the first rows.
+    fn loss(&self, batch: &Batch, branched: usize) -> Result<Tensor> {
+        let hidden = self.norm.forward(&self.input.forward(&batch.xs)?)?;
+        let loss = (self.output.forward(&hidden)? * &batch.dy)?.sum_all()?;
+        if branched == 0 {
+            return Ok(loss);
+        }
+        let [hidden, dy] = [&hidden, &batch.dy].map(|rows| rows.narrow(0, 0, branched));
+        loss + (self.branch.forward(&hidden?)? * dy?)?.sum_all()?
+    }
+}
+
+/// The ranks' sums are the gradients of the whole batch in one process, although one rank does not
+/// use the branch and, on a CPU, another one has no rows: candle then makes no gradient for the
+/// variables of the branch, and none for a bias. (Seen, with a sum for each gradient that there is:
+/// the ranks' calls fell out of step, so that tensors of other variables were added, or a rank
+/// waited forever.)
+pub fn gradients_of_a_model(rank: &Rank) {
+    let (sharded, whole) = (Branched::new(rank).unwrap(), Branched::new(rank).unwrap());
+    let sharded = Branched {
+        norm: sharded.norm.with_ranks(&rank.over),
+        ..sharded
+    };
+    let mut data = rank.data(15);
+    for step in 0..2 * rank.ranks() {
+        let mut counts = vec![ROWS; rank.ranks()];
+        if rank.device.is_cpu() {
+            counts[step % rank.ranks()] = 0;
+        }
+        let shares = shares(&counts);
+        let share = shares[rank.rank].clone();
+        let branched = shares[rank.ranks() - 1].start;
+        let batch = Batch::random(
+            &mut data,
+            &[shares.last().unwrap().end, SIZE],
+            DType::F64,
+            false,
+        );
+        let of_share = if rank.is_last() { 0 } else { share.len() };
+        let loss = sharded.loss(&batch.rows(share.clone()), of_share).unwrap();
+        let mut sums = loss.backward().unwrap();
+        if step == 0 {
+            // What the sums below are for.
+            let lacks = |name: &str| sums.get(&var(&sharded.varmap, name)).is_none();
+            assert_eq!(lacks("branch.weight"), of_share == 0);
+            assert_eq!(lacks("output.bias"), share.is_empty());
+        }
+        sum_gradients(&*rank.communicator, &sharded.varmap, &mut sums).unwrap();
+        let expected = whole.loss(&batch, branched).unwrap().backward().unwrap();
+        for name in [
+            "branch.bias",
+            "branch.weight",
+            "input.bias",
+            "input.weight",
+            "norm.bias",
+            "norm.weight",
+            "output.bias",
+            "output.weight",
+        ] {
+            let what = format!("step {step}: {name}");
+            let own = var(&whole.varmap, name);
+            let sum = sums.get(&var(&sharded.varmap, name)).unwrap();
+            rank.assert_same_on_all(&what, sum);
+            // The branch has no rows if the others' shares are empty.
+            match expected.get(&own) {
+                Some(e) => rank.assert_close(&what, sum, e, 0..own.elem_count()),
+                None => assert!(to_f64(sum).iter().all(|&sum| sum == 0.), "{what}"),
+            }
+        }
+    }
+}
+
+/// Gradients of half precision are added up in f32, and the sum is rounded once.
+pub fn gradients_in_half_precision(rank: &Rank) {
+    for dtype in [DType::BF16, DType::F16] {
+        let (u, _) = precision(dtype);
+        let varmap = VarMap::new();
+        let weight = Var::from_tensor(&rank.data(0).tensor(&[0.; 3], &[3], dtype)).unwrap();
+        (varmap.data().lock().unwrap()).insert("weight".to_owned(), weight.clone());
+        // 1 + u is a tie, which a sum in half precision rounds to 1 each time.
+        let own = if rank.rank == 0 { 1. } else { u };
+        let own = rank.data(0).tensor(&[own, -own, 0.], &[3], dtype);
+        let mut gradients = (weight.as_tensor() * own).unwrap().backward().unwrap();
+        sum_gradients(&*rank.communicator, &varmap, &mut gradients).unwrap();
+        let sum = gradients.get(&weight).unwrap();
+        assert_eq!(sum.dtype(), dtype);
+        let exact = 1. + u * (rank.ranks() - 1) as f64;
+        let expected = tensor(&[exact, -exact, 0.], &[3], dtype);
+        assert_eq!(to_f64(sum), to_f64(&expected), "{dtype:?}");
     }
 }
 

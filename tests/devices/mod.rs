@@ -42,6 +42,7 @@ macro_rules! cases {
             views_are_what_their_copies_are,
             gradients_that_are_views_are_what_their_copies_are,
             views_of_rows_by_themselves,
+            outputs_are_contiguous,
             a_recalibration_replaces_the_mean,
             group_scaling_by_itself,
             rms_norm_is_candle_s,
@@ -57,6 +58,8 @@ macro_rules! cases {
             a_sum_by_itself_does_not_reach_the_parameters,
             a_backward_that_fails_leaves_nothing_to_the_next,
             a_loss_scale_that_changes_changes_nothing,
+            softmax_is_candle_s_with_a_gradient,
+            rotations_are_candle_s_with_gradients,
         }
     };
 }
@@ -895,6 +898,127 @@ pub fn views_of_rows_by_themselves(device: &Device) -> Result<()> {
     Ok(())
 }
 
+/// Inputs of `[3, 7, 64]`, the last without a row, in every kind of layout. Each has the shape of
+/// its base.
+const LAYOUTS: [(&str, &[usize], View); 12] = [
+    ("packed", &[3, 7, 64], |base| Ok(base.clone())),
+    ("tokens before texts", &[7, 3, 64], |base| {
+        base.transpose(0, 1)
+    }),
+    ("channels before tokens", &[3, 64, 7], |base| {
+        base.transpose(1, 2)
+    }),
+    ("texts last", &[7, 64, 3], |base| base.permute((2, 0, 1))),
+    ("channels first", &[64, 3, 7], |base| {
+        base.permute((1, 2, 0))
+    }),
+    ("some of many texts", &[5, 7, 64], |base| {
+        base.narrow(0, 1, 3)
+    }),
+    ("some of many tokens", &[3, 9, 64], |base| {
+        base.narrow(1, 2, 7)
+    }),
+    ("some of many channels", &[3, 7, 69], |base| {
+        base.narrow(2, 5, 64)
+    }),
+    ("each second token", &[3, 7, 2, 64], |base| {
+        base.narrow(2, 1, 1)?.squeeze(2)
+    }),
+    ("one row for all", &[64], |base| {
+        base.broadcast_as((3, 7, 64))
+    }),
+    ("one column for all", &[3, 7, 1], |base| {
+        base.broadcast_as((3, 7, 64))
+    }),
+    ("no row, channels before tokens", &[3, 64, 0], |base| {
+        base.transpose(1, 2)
+    }),
+];
+
+/// Outputs are contiguous, whatever the layout of the input. Models rely on it: in candle 0.11
+/// `Linear` is wrong for some views of several sequences (`suite/candle_traps.rs`), and a
+/// normalization before it keeps them from it.
+pub fn outputs_are_contiguous(device: &Device) -> Result<()> {
+    const COLS: usize = 64;
+    let inputs = |input, turn: usize| -> Result<_> {
+        let (name, shape, view) = LAYOUTS[turn % LAYOUTS.len()];
+        let base = Data::on(device, 61).normal(shape.iter().product());
+        let base = Data::on(device, 61).tensor(&base, shape, input);
+        Ok((name, view(&base)?))
+    };
+    let check = |what: &str, outputs: &[&Tensor]| {
+        for (k, output) in outputs.iter().enumerate() {
+            assert!(
+                output.is_contiguous(),
+                "{what}, output {k}: {:?}",
+                output.layout()
+            );
+        }
+    };
+    let cases = (0..LAYOUTS.len()).flat_map(|turn| DTYPES.map(|dtypes| (turn, dtypes)));
+    for (turn, (input, builder)) in thinned(cases) {
+        let (name, xs) = inputs(input, turn)?;
+        // Of the same shape, which only the last one has not.
+        let others = LAYOUTS.len() - 1;
+        let residual = match turn == others {
+            true => xs.clone(),
+            false => inputs(input, (turn + 1) % others)?.1,
+        };
+        let what = |layer: &str| format!("{layer}: {name}, {input:?} with {builder:?}");
+
+        let mut data = Data::on(device, 62);
+        let mask = data.mask(21);
+        let keep = keep(&mask, &[7, 3]).to_device(device)?.t()?;
+        let keep = keep.narrow(1, 0, xs.dim(1)?)?;
+        let kinds = [None, Some(1), Some(4)];
+        let kinds = kinds
+            .into_iter()
+            .flat_map(|groups| KINDS.map(|kind| (groups, kind)));
+        for ((groups, kind), parameters) in kinds.zip(PARAMETERS.into_iter().cycle()) {
+            let config = config(groups).with_kind(kind).with_parameters(parameters);
+            let layer = Twin::new(&mut data, COLS, config, builder).layer;
+            let what = what(&format!("PowerNorm of {config:?}"));
+            // In the warm-up, after it, and in an evaluation.
+            for train in [true, true, false] {
+                layer.mode().set_training(train);
+                check(&what, &[&layer.forward(&xs)?]);
+                check(&what, &[&layer.forward_masked(&xs, &keep)?]);
+                let (y, sum) = layer.forward_residual(&xs, &residual, &keep)?;
+                check(&what, &[&y, &sum]);
+            }
+        }
+
+        let [weight, bias] = [(); 2].map(|()| data.tensor(&[1.5; COLS], &[COLS], builder));
+        for layer in [
+            LayerNorm::new(weight.clone(), bias.clone(), EPS),
+            LayerNorm::new_no_bias(weight.clone(), EPS),
+            LayerNorm::rms_norm(weight.clone(), EPS),
+        ] {
+            let what = what(&format!("{layer:?}"));
+            let (y, sum) = layer.forward_residual(&xs, &residual)?;
+            check(&what, &[&layer.forward(&xs)?, &y, &sum]);
+        }
+        let rms_norm = RmsNorm::new(weight.clone(), EPS);
+        let (y, sum) = rms_norm.forward_residual(&xs, &residual)?;
+        check(&what("RmsNorm"), &[&rms_norm.forward(&xs)?, &y, &sum]);
+        for groups in [1, 4] {
+            let y = GroupScaling::new(groups, EPS)?.forward(&xs)?;
+            check(&what("GroupScaling"), &[&y]);
+        }
+
+        let eps = EPS as f32;
+        let y = ops::layer_norm(&xs, &weight, &bias, eps)?;
+        check(&what("ops::layer_norm"), &[&y]);
+        let y = ops::rms_norm(&xs, &weight, eps)?;
+        check(&what("ops::rms_norm"), &[&y]);
+        let (y, sum) = ops::add_layer_norm(&xs, &residual, &weight, &bias, eps)?;
+        check(&what("ops::add_layer_norm"), &[&y, &sum]);
+        let (y, sum) = ops::add_rms_norm(&xs, &residual, &weight, eps)?;
+        check(&what("ops::add_rms_norm"), &[&y, &sum]);
+    }
+    Ok(())
+}
+
 /// A recalibration replaces ψ² by the mean over its batches, whatever stood before: ψ², outputs and
 /// gradients are those of a fresh layer's warm-up. ν, t and the mode stay.
 pub fn a_recalibration_replaces_the_mean(device: &Device) -> Result<()> {
@@ -1543,4 +1667,202 @@ pub fn a_loss_scale_that_changes_changes_nothing(device: &Device) -> Result<()> 
         assert!(to_f64(&plain.nu()?).iter().all(|&nu| nu != 0.));
     }
     Ok(())
+}
+
+// candle's fused functions with a backward
+
+const FLOATS: [DType; 4] = [DType::F32, DType::F64, DType::F16, DType::BF16];
+
+/// The gradient of `sum(y ⊙ dy)` to each of `vars`.
+fn gradients_of(y: &Tensor, dy: &Tensor, vars: &[&Var]) -> Result<Vec<Tensor>> {
+    let loss = (y.to_dtype(DType::F64)? * dy.to_dtype(DType::F64)?)?.sum_all()?;
+    let gradients = loss.backward()?;
+    Ok(vars
+        .iter()
+        .map(|var| gradients.get(var).unwrap().clone())
+        .collect())
+}
+
+/// A gradient in f64, and the scale of its rounding errors: the largest of `terms` of them.
+fn exact(gradient: &Tensor) -> Quantity {
+    let values = to_f64(gradient);
+    let magnitude = values.iter().fold(0., |most: f64, g| most.max(g.abs()));
+    Quantity { values, magnitude }
+}
+
+/// The forward has candle's bits. The gradient is that of `softmax` in f64.
+pub fn softmax_is_candle_s_with_a_gradient(device: &Device) -> Result<()> {
+    for (dtype, shape) in
+        (FLOATS.into_iter()).flat_map(|dtype| SOFTMAX_SHAPES.map(|shape| (dtype, shape)))
+    {
+        let what = format!("{dtype:?} {shape:?}");
+        let mut data = Data::on(device, 80);
+        let len = shape.iter().product();
+        let (xs, dy) = (data.normal(len), data.normal(len));
+        let xs = Var::from_tensor(&data.tensor(&xs, shape, dtype))?;
+        let dy = data.tensor(&dy, shape, dtype);
+        let y = ops::softmax_last_dim(&xs)?;
+        assert_same_bits(&what, &y, &candle_nn::ops::softmax_last_dim(&xs)?);
+        let dx = gradients_of(&y, &dy, &[&xs])?.remove(0);
+
+        let xs_f64 = Var::from_tensor(&xs.as_detached_tensor().to_dtype(DType::F64)?)?;
+        let slow = candle_nn::ops::softmax(&xs_f64, candle::D::Minus1)?;
+        let slow = exact(&gradients_of(&slow, &dy, &[&xs_f64])?[0]);
+        // Each product, their sum and y are rounded in this dtype.
+        let expected = Quantity {
+            magnitude: slow.magnitude.max(1.),
+            ..slow
+        };
+        let n = shape[shape.len() - 1];
+        assert_close(&what, &dx, &expected, Bound::of(dtype, n));
+
+        // A view has the bits of its copy, also in the gradient.
+        if let [rows, cols] = *shape {
+            let base = Var::from_tensor(&xs.as_detached_tensor().t()?.contiguous()?)?;
+            let of = |view: Tensor| -> Result<_> {
+                let y = ops::softmax_last_dim(&view)?;
+                let dx = gradients_of(&y, &dy, &[&base])?.remove(0);
+                Ok((y.detach(), dx))
+            };
+            let (view, copy) = (of(base.t()?)?, of(base.t()?.contiguous()?)?);
+            assert_same_bits(&format!("{what}: y of a view"), &view.0, &copy.0);
+            assert_same_bits(&format!("{what}: dx of a view"), &view.1, &copy.1);
+            assert_eq!(view.1.dims(), [cols, rows]);
+        }
+    }
+    // Nothing that has a gradient: no op either.
+    let frozen = Tensor::ones((2, 3), DType::F32, device)?;
+    assert!(!ops::softmax_last_dim(&frozen)?.track_op());
+    // No rows, and rows of no columns, on which candle's own function panics.
+    for shape in [(0, 3), (3, 0)] {
+        let empty = Var::zeros(shape, DType::F32, device)?;
+        assert_eq!(ops::softmax_last_dim(&empty)?.dims2()?, shape);
+    }
+    Ok(())
+}
+
+const SOFTMAX_SHAPES: [&[usize]; 4] = [&[5], &[1, 2], &[33, 130], &[2, 3, 7, 16]];
+
+type Rope = fn(&Tensor, &Tensor, &Tensor) -> Result<Tensor>;
+
+/// The forward has candle's bits. The gradients are those of the equation in f64, also those of
+/// tables that are learned, whose rows beyond the last position get 0.
+pub fn rotations_are_candle_s_with_gradients(device: &Device) -> Result<()> {
+    let rotations: [(&str, Rope, Rope, usize); 3] = [
+        ("rope", ops::rope, candle_nn::rotary_emb::rope, 2),
+        ("rope_i", ops::rope_i, candle_nn::rotary_emb::rope_i, 2),
+        (
+            "rope_thd",
+            ops::rope_thd,
+            candle_nn::rotary_emb::rope_thd,
+            1,
+        ),
+    ];
+    let (batch, width, heads) = (2, 8, 3);
+    let cases = rotations.into_iter().flat_map(|rotation| {
+        // Positions, rows of the table, a table for each sequence.
+        [
+            (5, 5, false),
+            (5, 9, false),
+            (1, 4, false),
+            (5, 5, true),
+            (5, 9, true),
+        ]
+        .into_iter()
+        .flat_map(move |shape| FLOATS.map(|dtype| (rotation, shape, dtype)))
+    });
+    for ((name, ours, candles, positions_dim), (positions, rows, tables), dtype) in cases {
+        let what = format!("{name}, {dtype:?}, {positions} of {rows}, {tables}");
+        let mut data = Data::on(device, 81);
+        let mut shape = [batch, heads, positions, width];
+        if positions_dim == 1 {
+            shape.swap(1, 2);
+        }
+        let table_shape: &[usize] = match tables {
+            true => &[batch, rows, width / 2],
+            false => &[rows, width / 2],
+        };
+        let mut var = |shape: &[usize]| {
+            let values = data.normal(shape.iter().product());
+            Var::from_tensor(&data.tensor(&values, shape, dtype))
+        };
+        let (xs, cos, sin, dy) = (
+            var(&shape)?,
+            var(table_shape)?,
+            var(table_shape)?,
+            var(&shape)?,
+        );
+        let dy = dy.as_detached_tensor();
+        let y = ours(&xs, &cos, &sin)?;
+        // Of a table for each sequence with more rows than positions, candle reads other rows.
+        let dim = table_shape.len() - 2;
+        let narrow = |table: &Var| table.narrow(dim, 0, positions)?.contiguous();
+        let expected = candles(&xs, &narrow(&cos)?, &narrow(&sin)?)?;
+        assert_same_bits(&what, &y, &expected);
+        let gradients = gradients_of(&y, &dy, &[&xs, &cos, &sin])?;
+
+        let in_f64 = |var: &Var| {
+            Var::from_tensor(&var.as_detached_tensor().to_dtype(DType::F64).unwrap()).unwrap()
+        };
+        let (xs_f64, cos_f64, sin_f64) = (in_f64(&xs), in_f64(&cos), in_f64(&sin));
+        let slow = rotated(&xs_f64, &cos_f64, &sin_f64, name == "rope_i", positions_dim)?;
+        assert_relative(&what, &y, &to_f64(&slow), 8. * precision(dtype).0);
+        let exact_gradients = gradients_of(&slow, &dy, &[&xs_f64, &cos_f64, &sin_f64])?;
+        let n = batch * heads;
+        for (k, (got, expected)) in gradients.iter().zip(&exact_gradients).enumerate() {
+            let expected = exact(expected);
+            assert_close(&format!("{what}: {k}"), got, &expected, Bound::of(dtype, n));
+        }
+
+        // A view of the input, and a gradient that is a view.
+        let turned = Var::from_tensor(&xs.as_detached_tensor().transpose(1, 2)?.contiguous()?)?;
+        let y = ours(&turned.transpose(1, 2)?, &cos, &sin)?;
+        assert_same_bits(&format!("{what}: y of a view"), &y, &expected);
+        let loss = (y.transpose(1, 2)? * dy.transpose(1, 2)?)?.sum_all()?;
+        let dx = loss.backward()?.get(&turned).unwrap().transpose(1, 2)?;
+        assert_same_bits(&format!("{what}: dx of a view"), &dx, &gradients[0]);
+    }
+    let empty = Var::zeros((0, 2, 3, 4), DType::F32, device)?;
+    let table = Tensor::zeros((3, 2), DType::F32, device)?;
+    assert_eq!(ops::rope(&empty, &table, &table)?.dims(), [0, 2, 3, 4]);
+    Ok(())
+}
+
+/// The rotation as an equation of candle's operations.
+fn rotated(
+    xs: &Tensor,
+    cos: &Tensor,
+    sin: &Tensor,
+    interleaved: bool,
+    positions_dim: usize,
+) -> Result<Tensor> {
+    use candle::D;
+    let (positions, half) = (xs.dim(positions_dim)?, xs.dim(D::Minus1)? / 2);
+    let table = |table: &Tensor| {
+        let table = table.narrow(table.rank() - 2, 0, positions)?;
+        let table = match table.rank() {
+            2 => table.unsqueeze(0)?,
+            _ => table,
+        };
+        table.unsqueeze(3 - positions_dim)
+    };
+    let (cos, sin) = (table(cos)?, table(sin)?);
+    let (x1, x2) = match interleaved {
+        true => {
+            let shape = [&xs.dims()[..3], &[half, 2]].concat();
+            let pairs = xs.reshape(shape)?;
+            let part = |which| pairs.narrow(4, which, 1)?.squeeze(4);
+            (part(0)?, part(1)?)
+        }
+        false => (
+            xs.narrow(D::Minus1, 0, half)?,
+            xs.narrow(D::Minus1, half, half)?,
+        ),
+    };
+    let y1 = (x1.broadcast_mul(&cos)? - x2.broadcast_mul(&sin)?)?;
+    let y2 = (x1.broadcast_mul(&sin)? + x2.broadcast_mul(&cos)?)?;
+    match interleaved {
+        true => Tensor::stack(&[y1, y2], 4)?.reshape(xs.shape()),
+        false => Tensor::cat(&[y1, y2], 3),
+    }
 }

@@ -140,6 +140,32 @@ fn folds_into_the_next_linear_layer() {
     );
 }
 
+/// A layer packs the rows of several sequences for the linear layer behind it. A folded layer
+/// leaves that to its caller (`candle_traps.rs` shows what happens otherwise).
+#[test]
+fn rows_of_two_sequences_that_are_not_packed() {
+    for_all_cases(
+        &[None, Some(1), Some(4)],
+        |what, data, twin, dtype, bias| {
+            let Twin { layer, oracle, .. } = &twin;
+            let next = linear(data, SIZE, OUT, bias, dtype);
+            let folded = layer.fold_into(&next).unwrap();
+
+            let xs = Batch::random(data, &[2, SIZE, 3], dtype, false).xs;
+            let xs = xs.transpose(1, 2).unwrap();
+            let exact = Exact::of(&next);
+            let expected = exact.apply(&oracle.evaluate(&to_f64(&xs), None).y.values);
+            let unfolded = next.forward(&layer.forward_t(&xs, false).unwrap());
+            check_output(&format!("{what}, unfolded"), &unfolded.unwrap(), &expected);
+            let rest = match layer.group_scaling() {
+                Some(scaling) => scaling.forward(&xs).unwrap(),
+                None => xs.contiguous().unwrap(),
+            };
+            check_output(what, &folded.forward(&rest).unwrap(), &expected);
+        },
+    );
+}
+
 /// Folding changes nothing, and what it gives does not follow what it was made of.
 #[test]
 fn a_folded_layer_stands_by_itself() {

@@ -13,7 +13,7 @@ const FAIRSEQ: &str = "tests/torch/fairseq.pt";
 const LEGACY: &str = "tests/torch/legacy.pt";
 const HALF: &str = "tests/torch/half.pt";
 
-const SCRIPT: &str = "examples/torch_checkpoint.py";
+const SCRIPT: &str = "scripts/torch_checkpoint.py";
 const CHECK: &str = "tests/torch/make.py";
 
 /// A layer of the checkpoints, the recording that it is part of, and the step it stopped at.

@@ -580,6 +580,9 @@ fn a_scope_decides_until_it_ends() {
         panic!("on purpose");
     });
     assert!(panicked.is_err() && mode.is_training());
+    // A pattern that binds no name drops the guard at once, as the guide warns.
+    let _ = mode.eval_scope();
+    assert!(mode.is_training());
 }
 
 /// As when two threads evaluate one model.

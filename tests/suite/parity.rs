@@ -202,6 +202,7 @@ fn composed_of_candle_s_operations() {
         "parity::the_released_recipe_does_not_forget",
         "parity::a_batch_without_a_kept_row_is_evaluated",
         "parity::empty_batches_pass_through",
+        "parity::outputs_are_contiguous",
         "parity::a_residual_is_an_addition_and_a_forward",
         "parity::a_sum_by_itself_does_not_reach_the_parameters",
         "parity::a_channel_whose_squares_overflow_is_never_zero",

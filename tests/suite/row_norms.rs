@@ -1,6 +1,7 @@
 //! LayerNorm and RMSNorm: candle's calls with another import, and rows whose mean is large.
 
 use crate::common::*;
+use candle::backprop::GradStore;
 use candle::{DType, Module, ModuleT, Result, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap};
 use std::collections::HashMap;
@@ -186,6 +187,28 @@ fn functions_are_candle_s_and_have_gradients() -> Result<()> {
                 (Some(ours), Some(slow)) => assert_relative("gradient", ours, &to_f64(slow), 1e-5),
                 (ours, slow) => assert!(ours.is_none() && slow.is_none()),
             }
+        }
+    }
+    Ok(())
+}
+
+/// The first layer of a model whose embedding is not trained. Sums of the row that were taken in
+/// another order, without the input's gradient, once gave other last bits.
+#[test]
+fn an_input_that_wants_no_gradient_changes_no_bit_of_the_parameters() -> Result<()> {
+    for cols in [45, 512] {
+        let mut data = Data::new(4);
+        let vb = trainable(&VarMap::new(), DType::F32);
+        let norm = candle_powernorm::layer_norm(cols, 1e-5, vb)?;
+        let xs = tensor(&data.normal(7 * cols), &[7, cols], DType::F32);
+        let dy = tensor(&data.normal(7 * cols), &[7, cols], DType::F32);
+        let gradients = |xs: &Tensor| (norm.forward(xs)? * &dy)?.sum_all()?.backward();
+        let input = Var::from_tensor(&xs)?;
+        let (with, without) = (gradients(&input)?, gradients(&xs)?);
+        assert!(with.get(&input).is_some());
+        for of in [norm.weight(), norm.bias().unwrap()] {
+            let bits = |gradients: &GradStore| to_f64(gradients.get(of).unwrap());
+            assert_eq!(bits(&with), bits(&without));
         }
     }
     Ok(())

@@ -3,6 +3,8 @@
 use crate::common::*;
 use candle::{DType, Module};
 use candle_powernorm::{PowerNorm, PowerNormConfig, Statistics};
+#[cfg(target_os = "linux")]
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc;
 use std::time::Duration;
 
@@ -95,4 +97,57 @@ fn forwards_inside_rayon_do_not_deadlock() {
         assert_eq!(layer.steps().unwrap(), FORWARDS + 4);
         assert_finite("ψ²", &layer.running_phi().unwrap());
     });
+}
+
+/// A process that was forked has none of rayon's threads. With one of them, a forward runs on the
+/// calling thread, and goes on. (Seen: a forward of more than 65,536 elements waited forever, where
+/// candle's product of matrices goes on.)
+#[cfg(target_os = "linux")]
+#[test]
+fn a_forked_process_goes_on_with_one_thread() {
+    // rayon reads the variable once, so in a process of its own, whose only other thread is the
+    // harness's.
+    let test = "threads::a_forward_after_a_fork";
+    let (passed, text) = run_with("RAYON_NUM_THREADS", "1", &[test]);
+    assert!(passed, "{text}");
+}
+
+/// Does nothing unless rayon has one thread, as in the process that the test above starts.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_forward_after_a_fork() {
+    if std::env::var_os("RAYON_NUM_THREADS").is_none_or(|threads| threads != "1") {
+        return;
+    }
+    let (layer, _) = layer(512, 1e-5.into(), DType::F32);
+    let batch = Batch::random(&mut Data::new(6), &[256, 512], DType::F32, false);
+    let evaluate = || bits(&forward(&layer, &batch.xs, None, false));
+    let expected = evaluate();
+    // The thread exists before the fork.
+    rayon::join(|| (), || ());
+    // SAFETY: the child runs Rust code although this process has other threads. glibc makes its
+    // allocator usable in the child. The other threads, the harness's and rayon's, wait, and hold no
+    // lock that the forward takes. The child ends by `_exit`, which runs nothing else.
+    let child = unsafe { libc::fork() };
+    assert!(child >= 0, "fork");
+    if child == 0 {
+        let same = catch_unwind(AssertUnwindSafe(|| evaluate() == expected));
+        // SAFETY: ends the process.
+        unsafe { libc::_exit(if matches!(same, Ok(true)) { 0 } else { 1 }) };
+    }
+    let start = std::time::Instant::now();
+    let mut status = 0;
+    // SAFETY: `status` is alive, and the child is this process's own and not yet waited for.
+    while unsafe { libc::waitpid(child, &mut status, libc::WNOHANG) } == 0 {
+        if start.elapsed() > Duration::from_secs(30) {
+            // SAFETY: as above; a process id is not given to another before it is waited for.
+            unsafe {
+                libc::kill(child, libc::SIGKILL);
+                libc::waitpid(child, &mut status, 0);
+            }
+            panic!("the forked process waits");
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    assert_eq!(status, 0);
 }

@@ -1,11 +1,14 @@
 //! The list of variables for an optimizer, and of those that a backward does not train.
 
 use crate::common::*;
+use candle::backprop::GradStore;
 use candle::{DType, Module, Result, Tensor, Var};
 use candle_nn::{VarBuilder, VarMap, linear};
-use candle_powernorm::{PowerNorm, RmsNorm, Untrained, layer_norm, power_norm};
+use candle_powernorm::{Masters, PowerNorm, RmsNorm, Untrained, layer_norm, power_norm};
 use candle_powernorm::{trainable_vars, untrained};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::mpsc;
+use std::time::Duration;
 
 /// The names of variables, in the order of the list.
 fn names(varmap: &VarMap, vars: &[Var]) -> Vec<String> {
@@ -166,6 +169,57 @@ fn a_panic_under_the_lock_of_the_map_does_not_matter() -> Result<()> {
     catch_unwind(AssertUnwindSafe(poison)).unwrap_err();
     assert!(varmap.data().is_poisoned());
     assert_eq!(trainable_vars(&varmap).len(), 2 * 11 + 2 * 2);
+    Ok(())
+}
+
+/// A thread that holds the lock of a map would wait for itself. Functions that return a `Result`
+/// give up, and the list of variables says why it waits. (Seen: neither said a word, forever.)
+#[test]
+fn a_lock_that_is_held_is_reported() -> Result<()> {
+    let (varmap, _) = trained(DType::F32)?;
+    let held = "expected the lock of a VarMap, got it held for 10s: drop the guard";
+    let gradients = GradStore::default();
+    let guard = varmap.data().lock().unwrap();
+    // Each waits ten seconds, in threads of their own.
+    std::thread::scope(|scope| {
+        let masters = scope.spawn(|| message(Masters::new(&varmap)));
+        let text = message(untrained(&varmap, &gradients));
+        assert!(text.contains(held), "{text}");
+        let text = masters.join().unwrap();
+        assert!(text.contains(held), "{text}");
+    });
+    drop(guard);
+    assert!(!untrained(&varmap, &gradients)?.is_empty());
+
+    // What this prints goes past the harness, so a process of its own is read.
+    let (passed, text) = run_with(HOLDS, "1", &["vars::a_list_waits_for_the_lock"]);
+    assert!(passed, "{text}");
+    assert!(text.contains(held), "{text}");
+    Ok(())
+}
+
+/// Set in the process that [`a_lock_that_is_held_is_reported`] starts.
+const HOLDS: &str = "CANDLE_POWERNORM_TEST_HOLDS";
+
+/// Another thread holds the lock for longer than the limit, as one that saves a large file may. The
+/// list is complete nevertheless.
+#[test]
+fn a_list_waits_for_the_lock() -> Result<()> {
+    let time = match std::env::var_os(HOLDS) {
+        Some(_) => Duration::from_secs(11),
+        None => Duration::from_millis(50),
+    };
+    let (varmap, _) = trained(DType::F32)?;
+    let (locked, is_locked) = mpsc::channel();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let _guard = varmap.data().lock();
+            locked.send(()).unwrap();
+            std::thread::sleep(time);
+        });
+        is_locked.recv().unwrap();
+        assert_eq!(trainable_vars(&varmap).len(), 2 * 11 + 2 * 2);
+    });
     Ok(())
 }
 

@@ -15,9 +15,9 @@
 use super::convert::{Element, PerChannel, overflowed, to_f64, to_sums_dtype};
 use super::layout::{Rows, channels, matrix, set_channels, storage, with_rows};
 use super::row::BackwardSums;
-use super::run::{self, SquareSums};
+use super::run::{self, Chunks, SquareSums};
 use crate::config::{ForwardKind, PhiStep};
-use crate::device::pass::{Affine, Pass};
+use crate::device::pass::{Affine, Pass, RowNorm};
 use crate::device::{Env, Gradients, Nu, Outputs, Record, Wanted, sums_dtype};
 use candle::{DType, Device, Result, Tensor, Var};
 use half::{bf16, f16};
@@ -85,7 +85,7 @@ impl BatchSquares {
     }
 }
 
-fn forward_of<T: Element>(pass: &Pass, env: &mut dyn Env) -> Result<(Box<dyn Record>, Outputs)> {
+fn forward_of<T: Chunks>(pass: &Pass, env: &mut dyn Env) -> Result<(Box<dyn Record>, Outputs)> {
     let trains = pass.kind.is_training();
     let by_batch = pass.kind == ForwardKind::BatchStatistic;
     let running_inv_d = match &pass.phi {
@@ -161,7 +161,7 @@ fn forward_of<T: Element>(pass: &Pass, env: &mut dyn Env) -> Result<(Box<dyn Rec
     Ok((Box::new(forwarded), outputs))
 }
 
-impl<T: Element> Record for Forwarded<T> {
+impl<T: Chunks> Record for Forwarded<T> {
     fn backward(
         &self,
         pass: &Pass,
@@ -186,18 +186,21 @@ impl<T: Element> Record for Forwarded<T> {
 
         // Σ dy x̃, Σ dy, and dx with ν (Eq. 12), or without a correction in evaluation. Under
         // recipe Fairseq every step is corrected with ν. An exact gradient has to wait for Λ.
-        let coefficients = match wanted.input && !exact {
-            true => {
-                let nu = env.nu().map(|nu| running_nu(&nu)).transpose()?;
-                Some(self.input_coefficients(pass, weight, nu.as_deref()))
-            }
-            false => None,
-        };
         let needs_dy_x = self.batch.is_some() || wanted.weight;
         let sums = match (wanted.bias, needs_dy_x) {
             (true, _) => BackwardSums::DyXAndDy,
             (false, true) => BackwardSums::DyX,
             (false, false) => BackwardSums::None,
+        };
+        // LayerNorm's rows have no sums without dx.
+        let is_centred = matches!(pass.norm, RowNorm::Centred { .. });
+        let needs_dx = wanted.input || (is_centred && sums != BackwardSums::None);
+        let coefficients = match needs_dx && !exact {
+            true => {
+                let nu = env.nu().map(|nu| running_nu(&nu)).transpose()?;
+                Some(self.input_coefficients(pass, weight, nu.as_deref()))
+            }
+            false => None,
         };
         let (mut dx, mut dy_x) = match coefficients.is_some() || sums != BackwardSums::None {
             true => walk(coefficients.as_ref(), sums)?,
@@ -229,6 +232,7 @@ impl<T: Element> Record for Forwarded<T> {
             let coefficients = self.input_coefficients(pass, weight, lambda.as_deref());
             (dx, _) = walk(Some(&coefficients), BackwardSums::None)?;
         }
+        let dx = dx.filter(|_| wanted.input);
         let dx = dx.map(|dx| Tensor::from_vec(dx, pass.x.shape(), pass.x.device()));
         let gradient = |values: &[f64], of: Option<&Tensor>, wanted: bool| match of {
             Some(of) if wanted => {

@@ -55,7 +55,7 @@ pub(crate) fn forward_row<S: Simd, T: Element>(
         scaler.scale(simd, x, groups);
     }
     // Down the columns: Σ x̃², and y.
-    write_row!(y, x.len(), |row| {
+    write_row!(T, y, x.len(), |row| {
         for (columns, &GroupStats { inv_rms, .. }) in groups.each() {
             for_spans!(simd, UNROLL, columns, row, |at| {
                 let x = at.load(x) * at.splat(inv_rms);
@@ -132,7 +132,7 @@ pub(crate) fn backward_row<S: Simd, T: Element>(
         scaler.scale_bwd(simd, [x, dy], [gain, decay], groups);
     }
     // Down the columns: Σ dy x̃ and Σ dy, and dx.
-    write_row!(dx, x.len(), |row| {
+    write_row!(T, dx, x.len(), |row| {
         for (columns, group) in groups.each() {
             let &GroupStats { inv_rms, mean_dx_x } = group;
             for_spans!(simd, UNROLL, columns, row, |at| {

@@ -55,7 +55,7 @@ pub(crate) fn forward_row<S: Simd, T: Element>(
     // Along the row: μ and r.
     let stats = scaler.centre(simd, x);
     // Down the columns: y.
-    write_row!(y, cols, |row| {
+    write_row!(T, y, cols, |row| {
         for_spans!(simd, UNROLL, 0..cols, row, |at| {
             let x = stats.normalized(at, x);
             let shift = at.load(shift);
@@ -64,29 +64,22 @@ pub(crate) fn forward_row<S: Simd, T: Element>(
     });
 }
 
-/// Writes dx of a row if `dx` is given, with its gain, and adds dy x̃ and dy to `sums`.
+/// Writes dx of a row, and adds dy x̃ and dy to `sums`.
 #[inline(always)]
 pub(crate) fn backward_row<S: Simd, T: Element>(
     simd: S,
     [x, dy]: [&[T]; 2],
     scaler: &Scaler<T::Acc>,
-    dx: Option<(&mut RowWriter<T>, &[T::Acc])>,
+    gain: &[T::Acc],
+    dx: &mut RowWriter<T>,
     mut sums: ColumnSums<T::Acc>,
 ) {
     let cols = x.len();
-    let dy = &dy[..cols];
-    let Some((dx, gain)) = dx else {
-        let stats = scaler.centre(simd, x);
-        for_spans!(simd, UNROLL, 0..cols, |at| {
-            sums.add(at, stats.normalized(at, x), at.load(dy));
-        });
-        return;
-    };
-    let gain = &gain[..cols];
+    let (dy, gain) = (&dy[..cols], &gain[..cols]);
     // Along the row: μ, r, mean(dx̃) and mean(dx̃ x̃).
     let (stats, [mean_dx, mean_dx_x]) = scaler.centre_bwd(simd, [x, dy], gain);
     // Down the columns: Σ dy x̃ and Σ dy, and dx.
-    write_row!(dx, cols, |row| {
+    write_row!(T, dx, cols, |row| {
         for_spans!(simd, UNROLL, 0..cols, row, |at| {
             let (x, dy) = (stats.normalized(at, x), at.load(dy));
             sums.add(at, x, dy);

@@ -75,7 +75,7 @@ pub(crate) fn add_residual<'a, S: Simd, T: Element>(
 /// Writes dx of a padded row.
 #[inline(always)]
 pub(crate) fn zero_row<S: Simd, T: Element>(simd: S, cols: usize, dx: &mut RowWriter<T>) {
-    write_row!(dx, cols, |row| {
+    write_row!(T, dx, cols, |row| {
         for_spans!(simd, 1, 0..cols, row, |at| at.zero());
     });
 }

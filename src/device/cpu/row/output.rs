@@ -34,9 +34,20 @@ use std::sync::LazyLock;
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Stores {
     Cached,
-    /// Past the caches, which would evict most values before anyone reads them.
-    #[cfg(target_arch = "x86_64")]
+    /// Past the caches, which would evict most values before anyone reads them. Only outputs that
+    /// [`may_bypass_caches`] have them.
     NonTemporal,
+}
+
+/// Whether a dtype's outputs may bypass the caches: f32 on x86-64.
+///
+/// Each loop that writes such an output is compiled for both kinds of stores. Where this is false,
+/// an `if const` keeps the second from the compiler. f32 has the gain of a whole step that is
+/// described below. In the other dtypes the compiler's time was worth more: f64 is for checks of
+/// gradients, and in bf16 a forward of 32768x1024 took 2 to 4 % longer with such stores, though a
+/// backward took 14 % less (`benches/results/cpu-choices.md`).
+pub(super) const fn may_bypass_caches<T>() -> bool {
+    cfg!(target_arch = "x86_64") && size_of::<T>() == size_of::<f32>()
 }
 
 /// Outputs of at least this many bytes get non-temporal stores. `x + residual` does not, because it
@@ -47,7 +58,6 @@ pub(crate) enum Stores {
 /// more than 3 % from them: at 32768x1024 in f32 it takes about 15 % less time on one thread (a
 /// forward alone about 30 %). On two threads the step takes as long or up to 10 % longer
 /// (`benches/results/cpu-non-temporal.md`).
-#[cfg(target_arch = "x86_64")]
 const NON_TEMPORAL: usize = 16 << 20;
 
 impl Stores {
@@ -55,13 +65,13 @@ impl Stores {
     ///
     /// Groups of such an output are whole cache lines. So if rows begin with a line, no line is
     /// written in both ways.
-    #[cfg_attr(not(target_arch = "x86_64"), allow(unused_variables))]
     pub fn of<T>(len: usize, group_len: usize) -> Self {
-        #[cfg(target_arch = "x86_64")]
-        if len * size_of::<T>() >= NON_TEMPORAL && (group_len * size_of::<T>()).is_multiple_of(64) {
-            return Self::NonTemporal;
+        let is_large = len * size_of::<T>() >= NON_TEMPORAL;
+        let has_whole_lines = (group_len * size_of::<T>()).is_multiple_of(64);
+        match may_bypass_caches::<T>() && is_large && has_whole_lines {
+            true => Self::NonTemporal,
+            false => Self::Cached,
         }
-        Self::Cached
     }
 }
 
@@ -321,25 +331,23 @@ impl<T: Element, const NON_TEMPORAL: bool> OpenRow<'_, T, NON_TEMPORAL> {
     }
 }
 
-/// `write_row!(writer, cols, |row| body)` writes the next row of a [`RowWriter`]: the body appends
-/// all columns to `row`, an [`OpenRow`].
+/// `write_row!(T, writer, cols, |row| body)` writes the next row of a [`RowWriter`] of `T`: the body
+/// appends all columns to `row`, an [`OpenRow`].
 ///
-/// The kind of stores is tested once a row, and the body compiled for each: a test in each block
-/// would cost a tenth of the time.
+/// The kind of stores is tested once a row, and the body compiled for each that `T` may have: a test
+/// in each block would cost a tenth of the time.
 macro_rules! write_row {
-    ($writer:expr, $cols:expr, |$row:ident| $body:expr) => {
-        match $writer.stores() {
-            $crate::device::cpu::row::output::Stores::Cached => {
-                let mut $row = $writer.row::<false>($cols);
-                $body;
-                $row.end();
-            }
-            #[cfg(target_arch = "x86_64")]
-            $crate::device::cpu::row::output::Stores::NonTemporal => {
-                let mut $row = $writer.row::<true>($cols);
-                $body;
-                $row.end();
-            }
+    ($dtype:ty, $writer:expr, $cols:expr, |$row:ident| $body:expr) => {
+        if const { !$crate::device::cpu::row::output::may_bypass_caches::<$dtype>() }
+            || $writer.stores() == $crate::device::cpu::row::output::Stores::Cached
+        {
+            let mut $row = $writer.row::<false>($cols);
+            $body;
+            $row.end();
+        } else {
+            let mut $row = $writer.row::<true>($cols);
+            $body;
+            $row.end();
         }
     };
 }
@@ -353,10 +361,13 @@ pub(crate) mod tests {
     use half::{bf16, f16};
     use pulp::WithSimd;
 
-    #[cfg(target_arch = "x86_64")]
-    const PAST_CACHES: Stores = Stores::NonTemporal;
-    #[cfg(not(target_arch = "x86_64"))]
-    const PAST_CACHES: Stores = Stores::Cached;
+    /// The stores of a large output.
+    const fn large<T>() -> Stores {
+        match may_bypass_caches::<T>() {
+            true => Stores::NonTemporal,
+            false => Stores::Cached,
+        }
+    }
 
     /// Large outputs ask the kernel for huge pages, unless the switch is off. A process reads the
     /// switch once, so this test starts itself once more.
@@ -403,7 +414,7 @@ pub(crate) mod tests {
         fn with_simd<S: Simd>(self, simd: S) {
             let Self(writer, source) = self;
             let cols = source.len();
-            write_row!(writer, cols, |row| {
+            write_row!(U, writer, cols, |row| {
                 for_spans!(simd, 4, 0..cols, row, |at| at.load(source));
             });
         }
@@ -423,7 +434,7 @@ pub(crate) mod tests {
         let len = if cfg!(miri) { 3003 } else { 30_003 };
         let source: Vec<_> = (0..len).map(|i| T::from_f64((i % 1000) as f64)).collect();
         for level in Level::all() {
-            for stores in [Stores::Cached, PAST_CACHES] {
+            for stores in [Stores::Cached, large::<T>()] {
                 let mut output = Output::<T>::new(len, 1000, stores);
                 for (part, source) in output.parts().zip(source.chunks(1000)) {
                     let (first, second) = source.split_at(source.len() / 3);
@@ -447,7 +458,7 @@ pub(crate) mod tests {
 
     /// Writes `rows` rows of five to each part of an output of ten.
     fn fill_with(rows: [usize; 2], end: impl Fn(RowWriter<f32>)) -> Vec<f32> {
-        let mut output = Output::new(10, 5, PAST_CACHES);
+        let mut output = Output::new(10, 5, large::<f32>());
         for (part, rows) in output.parts().zip(rows) {
             let mut writer = RowWriter::new(part);
             for _ in 0..rows {
@@ -594,9 +605,9 @@ pub(crate) mod tests {
         for group_len in [8, 17, 24, 257] {
             assert_eq!(Stores::of::<f32>(large, group_len), Stores::Cached);
         }
-        assert_eq!(Stores::of::<f64>(large / 2, 8), Stores::NonTemporal);
-        assert_eq!(Stores::of::<f16>(large, 32), Stores::Cached);
-        assert_eq!(Stores::of::<f16>(2 * large, 32), Stores::NonTemporal);
-        assert_eq!(Stores::of::<f16>(2 * large, 16), Stores::Cached);
+        // No loop is compiled for these.
+        assert_eq!(Stores::of::<f64>(large, 16), Stores::Cached);
+        assert_eq!(Stores::of::<f16>(2 * large, 32), Stores::Cached);
+        assert_eq!(Stores::of::<bf16>(2 * large, 32), Stores::Cached);
     }
 }

@@ -13,7 +13,7 @@
 //! example, y = 2 x and Σ x² of a row:
 //!
 //! ```text
-//! write_row!(writer, x.len(), |row| {
+//! write_row!(T, writer, x.len(), |row| {
 //!     for_spans!(simd, 4, 0..x.len(), row, |at| at.load(x) + at.load(x));
 //! });
 //! let [squares] = sum_spans!(simd, 4, 0..x.len(), |at, squares| {
@@ -68,8 +68,10 @@ macro_rules! for_spans {
             $body;
             span = span.next();
         }
+        // Vectors of one column leave none. The width is a constant, so that no loop is compiled.
+        let width = span.width();
         let mut span = Span::<_, _, 1>::new(pulp::Scalar, span.start());
-        while span.start() < columns.end {
+        while width > 1 && span.start() < columns.end {
             let $at = span;
             $body;
             span = span.next();
@@ -86,14 +88,14 @@ macro_rules! for_spans {
             }
             $row.push($body);
         }
-        loop {
+        let width = loop {
             let $at = Span::<_, _, 1>::new($simd, $row.len());
             if $at.end() > columns.end {
-                break;
+                break $at.width();
             }
             $row.push($body);
-        }
-        while $row.len() < columns.end {
+        };
+        while width > 1 && $row.len() < columns.end {
             let $at = Span::<_, _, 1>::new(pulp::Scalar, $row.len());
             $row.push($body);
         }
@@ -138,9 +140,10 @@ macro_rules! sum_spans {
             $body;
             span = span.next();
         }
+        let width = span.width();
         let mut span = Span::<_, _, 1>::new(pulp::Scalar, span.start());
         $(let mut $sum = span.splat($sum.total());)+
-        while span.start() < $end {
+        while width > 1 && span.start() < $end {
             let $at = span;
             $body;
             span = span.next();
@@ -187,7 +190,7 @@ mod tests {
         fn with_simd<S: Simd>(self, simd: S) {
             let Self(groups, writer) = self;
             let cols = groups.each().map(|(columns, _)| columns.len()).sum();
-            write_row!(writer, cols, |row| {
+            write_row!(f32, writer, cols, |row| {
                 for (columns, group) in groups.each() {
                     for_spans!(simd, 4, columns, row, |at| at.splat(group.inv_rms));
                 }

@@ -13,8 +13,7 @@
 //! compiled for a level runs in the instructions of the baseline.
 
 use crate::device::cpu::convert::{Accumulator, Element, MOST_COLUMNS};
-use pulp::{Scalar128b, Simd};
-use std::any::TypeId;
+use pulp::Simd;
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 use std::ops::{Add, Mul, Sub};
@@ -118,10 +117,6 @@ impl<S: Simd, A: Accumulator, const K: usize> Lanes<S, A, K> {
     /// columns fill a vector. pulp multiplies and adds columns after the last vector one by one.
     #[inline(always)]
     pub fn mul_add(mut self, factor: Self, term: Self) -> Self {
-        // Without the instruction, pulp would call a function for each lane.
-        if TypeId::of::<S>() == TypeId::of::<Scalar128b>() {
-            return self * factor + term;
-        }
         for k in 0..K {
             self.vectors[k] = A::mul_add_vectors(
                 self.simd,

@@ -7,17 +7,20 @@
 //!
 //! | level | vectors | fused multiply-add | f16 |
 //! |---|---|---|---|
-//! | `Baseline` | 4 × f32, as the target's own registers are | no | the `half` crate |
+//! | `Baseline` | none: one column at a time | no | the `half` crate |
 //! | `Avx2` | 8 × f32 | yes | F16C |
 //! | `Avx512` | 16 × f32 | yes | AVX-512 |
 //!
 //! A fused multiply-add rounds once, except in the columns after the last vector, and wider vectors
 //! have more accumulators, so levels may differ in the last bits of a result. At one level the bits
 //! do not depend on threads.
+//!
+//! `Baseline` is for processors from before AVX2 and for comparisons. It takes no vectors, because
+//! in vectors of four it was the largest level: 300 of the 730 KB of all rows.
 
 use crate::device::cpu::convert::Element;
 use crate::error::Error;
-use pulp::{Scalar128b, WithSimd};
+use pulp::WithSimd;
 use std::sync::LazyLock;
 
 #[cfg(target_arch = "x86_64")]
@@ -107,6 +110,7 @@ fn avx2() -> Level {
 /// 512 bits take 15 to 20 % less time for f32 rows in the caches, and up to 9 % more for rows from
 /// memory. Half precision is limited by conversion, which is faster at 512 bits. Measured at
 /// 1024x512 and 4096x512 on an AMD EPYC (`benches/results/cpu-choices.md`).
+#[inline]
 pub(crate) fn vectorize<T: Element, Op: WithSimd>(group_len: usize, op: Op) -> Op::Output {
     // The columns after a group's last whole vector are computed one by one, so wider vectors would
     // leave more of them.
@@ -120,10 +124,10 @@ pub(crate) fn vectorize<T: Element, Op: WithSimd>(group_len: usize, op: Op) -> O
 }
 
 impl Level {
+    #[inline]
     pub(crate) fn run<Op: WithSimd>(self, op: Op) -> Op::Output {
         match self {
-            // Arrays of four, which the compiler turns into the target's own vectors.
-            Level::Baseline => op.with_simd(Scalar128b),
+            Level::Baseline => op.with_simd(pulp::Scalar),
             #[cfg(target_arch = "x86_64")]
             Level::Avx2(avx2, v3) => avx2.vectorize(
                 #[inline(always)]

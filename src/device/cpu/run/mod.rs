@@ -55,7 +55,7 @@ const LARGE: usize = 4 << 20;
 
 /// `x + residual` if there is a residual, `y = gain ⊙ x̃ + shift` if these are given, and the
 /// column sums of x̃² if they are wanted.
-pub(super) fn forward<T: Element>(
+pub(super) fn forward<T: Chunks>(
     rows: &Rows<T>,
     coefficients: Option<&[PerChannel<T>; 2]>,
     sums: bool,
@@ -68,7 +68,7 @@ pub(super) fn forward<T: Element>(
                 coefficients,
                 chunk,
             };
-            level::vectorize::<T, _>(rows.group_len(), chunk);
+            T::forward(rows.group_len(), chunk);
         })
     };
     if rows.residual.is_some() && rows.bytes() > LARGE {
@@ -103,7 +103,7 @@ pub(super) fn forward<T: Element>(
 }
 
 /// `y = gain ⊙ x̃ + shift` alone.
-pub(super) fn normalize<T: Element>(rows: &Rows<T>, coefficients: &[PerChannel<T>; 2]) -> Vec<T> {
+pub(super) fn normalize<T: Chunks>(rows: &Rows<T>, coefficients: &[PerChannel<T>; 2]) -> Vec<T> {
     let (written, _) = forward(rows, Some(coefficients), false);
     let Some(y) = written.y else {
         unreachable!("a forward with coefficients writes its output")
@@ -144,7 +144,12 @@ pub(super) fn means_of_huge<T: Element>(
 ///
 /// The gradient is `dx̃ = gain ⊙ dy − decay ⊙ x̃`, taken back through the row's own normalization,
 /// and 0 in padded rows. LayerNorm has no decay.
-pub(super) fn backward<T: Element>(
+///
+/// # Panics
+///
+/// If gain and decay of LayerNorm are not given. It always writes the gradient, as a LayerNorm whose
+/// input wants none is rare: the first of a model whose embedding is not trained.
+pub(super) fn backward<T: Chunks>(
     rows: &Rows<T>,
     dy: &Matrix<T>,
     coefficients: Option<&[PerChannel<T>; 2]>,
@@ -158,9 +163,65 @@ pub(super) fn backward<T: Element>(
             coefficients,
             chunk,
         };
-        level::vectorize::<T, _>(rows.group_len(), chunk);
+        T::backward(rows.group_len(), chunk);
     });
     (written.y, sums)
+}
+
+/// An [`Element`] with the functions of a chunk, which pick a level for groups of `group_len`
+/// columns.
+pub(super) trait Chunks: Element {
+    fn forward(group_len: usize, chunk: ForwardChunk<Self>);
+    fn backward(group_len: usize, chunk: BackwardChunk<Self>);
+}
+
+/// Implements [`Chunks`], with a module for each function.
+///
+/// rustc compiles the instances of a generic function in the codegen unit of its module, on one
+/// thread, and the unit of `level.rs` would have all rows of all dtypes: half the code of the crate.
+/// `vectorize` is inlined into each of these functions instead, so that units of about one size are
+/// compiled side by side.
+macro_rules! chunks {
+    ($($module:ident: $dtype:ty,)*) => {$(
+        mod $module {
+            use super::{BackwardChunk, Chunks, ForwardChunk};
+
+            mod forward {
+                use super::super::{ForwardChunk, level};
+
+                #[inline(never)]
+                pub fn run(group_len: usize, chunk: ForwardChunk<$dtype>) {
+                    level::vectorize::<$dtype, _>(group_len, chunk);
+                }
+            }
+
+            mod backward {
+                use super::super::{BackwardChunk, level};
+
+                #[inline(never)]
+                pub fn run(group_len: usize, chunk: BackwardChunk<$dtype>) {
+                    level::vectorize::<$dtype, _>(group_len, chunk);
+                }
+            }
+
+            impl Chunks for $dtype {
+                fn forward(group_len: usize, chunk: ForwardChunk<Self>) {
+                    forward::run(group_len, chunk);
+                }
+
+                fn backward(group_len: usize, chunk: BackwardChunk<Self>) {
+                    backward::run(group_len, chunk);
+                }
+            }
+        }
+    )*};
+}
+
+chunks! {
+    of_f32: f32,
+    of_f64: f64,
+    of_f16: half::f16,
+    of_bf16: half::bf16,
 }
 
 /// Elements of a chunk, whose work must outweigh the cost of passing it to a thread.
@@ -223,7 +284,9 @@ fn run_chunks<T: Element>(
             sums: sums_of_chunks.next().unwrap_or_default(),
         })
         .collect();
-    if len * cols <= SERIAL {
+    // A single thread of rayon's gains nothing over this one. In a process that was forked it is
+    // gone, and a wait for it never ends.
+    if len * cols <= SERIAL || rayon::current_num_threads() == 1 {
         chunks.into_iter().for_each(run_chunk);
     } else {
         chunks.into_par_iter().for_each(run_chunk);
@@ -249,7 +312,7 @@ fn add_chunks<A: Accumulator>(sums: &[A], width: usize) -> Vec<A> {
 
 /// A chunk of rows, with its parts of the outputs and its column sums. These are empty if no sums
 /// are wanted.
-struct Chunk<'a, T: Element> {
+pub(super) struct Chunk<'a, T: Element> {
     range: Range<usize>,
     output: Option<Part<'a, T>>,
     /// `x + residual`.
@@ -258,7 +321,7 @@ struct Chunk<'a, T: Element> {
 }
 
 /// A forward of a chunk, to be run at a level.
-struct ForwardChunk<'a, 'b, T: Element> {
+pub(super) struct ForwardChunk<'a, 'b, T: Element> {
     rows: &'a Rows<'a, T>,
     /// Gain and shift; `None` if only sums, or only `x + residual`, are wanted.
     coefficients: Option<&'a [PerChannel<T>; 2]>,
@@ -338,7 +401,7 @@ fn input_row<'a, S: Simd, T: Element>(
 }
 
 /// A backward of a chunk, to be run at a level.
-struct BackwardChunk<'a, 'b, T: Element> {
+pub(super) struct BackwardChunk<'a, 'b, T: Element> {
     rows: &'a Rows<'a, T>,
     dy: &'a Matrix<'a, T>,
     /// Gain and decay; `None` if only sums are wanted.
@@ -366,15 +429,16 @@ impl<T: Element> WithSimd for BackwardChunk<'_, '_, T> {
             RowNorm::None => None,
             RowNorm::Groups { eps, .. } => Some(Scaler::new(rows.group_len(), eps)),
             RowNorm::Centred { eps } => {
+                let (Some(dx), Some([gain, _])) = (&mut dx, coefficients) else {
+                    unreachable!("a backward of LayerNorm writes dx");
+                };
                 let scaler = Scaler::new(cols, eps);
                 for index in chunk.range {
                     if rows.keeps(index) {
                         let row = [&rows.x.row(index)[..cols], dy.row(index)];
-                        let dx = dx.as_mut().zip(coefficients);
-                        let dx = dx.map(|(dx, [gain, _])| (dx, gain));
                         let sums = ColumnSums::of(&mut sums.of_rows, cols);
-                        layer_norm::backward_row(simd, row, &scaler, dx, sums);
-                    } else if let Some(dx) = &mut dx {
+                        layer_norm::backward_row(simd, row, &scaler, gain, dx, sums);
+                    } else {
                         zero_row(simd, cols, dx);
                     }
                     sums.end_row();
@@ -680,17 +744,13 @@ mod tests {
         assert_close(&dx.unwrap(), &expected);
         assert_close(&sums[..1], &[-9. * r]);
         assert_eq!(sums[1..], [0., 0., 3., 0., 0.]);
-        // The sums alone.
-        let (dx, same) = backward(&rows, &matrix(&dy, 3), None, BackwardSums::DyXAndDy);
-        assert!(dx.is_none());
-        assert_eq!(same, sums);
     }
 
     /// A row's sum with its residual is rounded to the rows' dtype and normalized, in one pass or in
     /// two.
     #[test]
     fn layer_norm_of_a_sum_with_a_residual() {
-        fn check<T: Element>(len: usize) {
+        fn check<T: Chunks>(len: usize) {
             let cols = 1000;
             let values = |step: usize| -> Vec<T> {
                 let values = (0..len).map(|i| (i * step % 1013) as f64 / 7. - 50.);

@@ -2,8 +2,8 @@
 """Checkpoints of models with PowerNorm layers, from PyTorch to candle and back.
 
     python3 -m venv venv && venv/bin/pip install torch numpy safetensors
-    venv/bin/python examples/torch_checkpoint.py to-candle checkpoint_best.pt model.safetensors
-    venv/bin/python examples/torch_checkpoint.py to-torch model.safetensors model.pt
+    venv/bin/python scripts/torch_checkpoint.py to-candle checkpoint_best.pt model.safetensors
+    venv/bin/python scripts/torch_checkpoint.py to-torch model.safetensors model.pt
 
 `to-candle` reads what `torch.save` of any version wrote: a state dict, or a dictionary with one
 under "model", as fairseq's checkpoints are. It imports nothing that the file names, so it needs

@@ -1,0 +1,121 @@
+// A Mamba language model in few operations: each block is a causal convolution and a selective scan
+// (Gu and Dao, "Mamba", 2023, Algorithm 2) in a pre-norm residual. It is compiled three times, and
+// `norms` is candle_nn, this crate or its slow form.
+//
+// The model predicts the token after the last one. So its last normalization reads a view, in which
+// the rows are apart, and there candle's RmsNorm takes a form that records a backward. In the blocks
+// it does not: the gradient then passes through the residual alone.
+
+use self::norms::{rms_norm, RmsNorm};
+use candle::{Module, Result, Tensor, D};
+use candle_nn::{embedding, linear, linear_no_bias, ops::silu};
+use candle_nn::{Embedding, Init, Linear, VarBuilder};
+
+const WIDTH: usize = 16;
+const INNER: usize = 2 * WIDTH;
+/// Numbers that each inner channel remembers.
+const STATE: usize = 4;
+/// Of the convolution.
+const TAPS: usize = 4;
+/// Inner dimension of the matrix product that makes the steps.
+const RANK: usize = 2;
+
+struct Block {
+    norm: RmsNorm,
+    in_proj: Linear,
+    taps: Tensor,
+    taps_bias: Tensor,
+    x_proj: Linear,
+    dt_proj: Linear,
+    a_log: Tensor,
+    skip: Tensor,
+    out_proj: Linear,
+}
+
+impl Block {
+    fn load(vb: VarBuilder) -> Result<Self> {
+        let uniform = |up| Init::Uniform { lo: -up, up };
+        let mixer = vb.pp("mixer");
+        Ok(Self {
+            norm: rms_norm(WIDTH, 1e-5, vb.pp("norm"))?,
+            in_proj: linear_no_bias(WIDTH, 2 * INNER, mixer.pp("in_proj"))?,
+            taps: mixer.get_with_hints((TAPS, INNER), "conv1d.weight", uniform(0.5))?,
+            taps_bias: mixer.get_with_hints(INNER, "conv1d.bias", uniform(0.5))?,
+            x_proj: linear_no_bias(INNER, RANK + 2 * STATE, mixer.pp("x_proj"))?,
+            dt_proj: linear(RANK, INNER, mixer.pp("dt_proj"))?,
+            a_log: mixer.get_with_hints((INNER, STATE), "A_log", uniform(1.))?,
+            skip: mixer.get_with_hints(INNER, "D", Init::Const(1.))?,
+            out_proj: linear_no_bias(INNER, WIDTH, mixer.pp("out_proj"))?,
+        })
+    }
+
+    /// Sums each position's neighbours before it and itself, weighted per channel.
+    fn convolve(&self, xs: &Tensor) -> Result<Tensor> {
+        let time = xs.dim(1)?;
+        let padded = xs.pad_with_zeros(1, TAPS - 1, 0)?;
+        let mut sum = self.taps_bias.broadcast_as(xs.shape())?;
+        for tap in 0..TAPS {
+            let shifted = padded.narrow(1, tap, time)?;
+            sum = (sum + shifted.broadcast_mul(&self.taps.get(tap)?)?)?;
+        }
+        Ok(sum)
+    }
+
+    /// h ← exp(Δ a) h + Δ b x for each position, and c · h as its output.
+    fn scan(&self, xs: &Tensor) -> Result<Tensor> {
+        let (batch, time, _) = xs.dims3()?;
+        let of_xs = self.x_proj.forward(xs)?;
+        let part = |start, len| of_xs.narrow(2, start, len);
+        let delta = self.dt_proj.forward(&part(0, RANK)?)?;
+        let delta = (delta.exp()? + 1.)?.log()?.unsqueeze(3)?; // softplus
+        let b = part(RANK, STATE)?.unsqueeze(2)?;
+        let c = part(RANK + STATE, STATE)?.unsqueeze(2)?;
+        let decay = delta.broadcast_mul(&self.a_log.exp()?.neg()?)?.exp()?;
+        let input = delta.broadcast_mul(&b)?.broadcast_mul(&xs.unsqueeze(3)?)?;
+        let mut state = Tensor::zeros((batch, INNER, STATE), xs.dtype(), xs.device())?;
+        let mut outputs = vec![];
+        for i in 0..time {
+            let at = |of: &Tensor| of.narrow(1, i, 1)?.squeeze(1);
+            state = ((at(&decay)? * state)? + at(&input)?)?;
+            outputs.push(state.broadcast_mul(&at(&c)?)?.sum(D::Minus1)?);
+        }
+        Tensor::stack(&outputs, 1)? + xs.broadcast_mul(&self.skip)?
+    }
+}
+
+impl Module for Block {
+    fn forward(&self, xs: &Tensor) -> Result<Tensor> {
+        let both = self.in_proj.forward(&self.norm.forward(xs)?)?;
+        let ys = silu(&self.convolve(&both.narrow(2, 0, INNER)?)?)?;
+        let gate = silu(&both.narrow(2, INNER, INNER)?.contiguous()?)?;
+        xs + self.out_proj.forward(&(self.scan(&ys)? * gate)?)?
+    }
+}
+
+pub struct Model {
+    embedding: Embedding,
+    blocks: Vec<Block>,
+    norm: RmsNorm,
+}
+
+impl Model {
+    pub fn load(vocab: usize, blocks: usize, vb: VarBuilder) -> Result<Self> {
+        let block = |i| Block::load(vb.pp("layers").pp(i));
+        Ok(Self {
+            embedding: embedding(vocab, WIDTH, vb.pp("embedding"))?,
+            blocks: (0..blocks).map(block).collect::<Result<_>>()?,
+            norm: rms_norm(WIDTH, 1e-5, vb.pp("norm_f"))?,
+        })
+    }
+
+    /// The logits of the token after the last one, `[batch, 1, vocab]`.
+    pub fn forward(&self, ids: &Tensor) -> Result<Tensor> {
+        let mut xs = self.embedding.forward(ids)?;
+        for block in &self.blocks {
+            xs = block.forward(&xs)?;
+        }
+        let last = xs.narrow(1, ids.dim(1)? - 1, 1)?;
+        let head = Linear::new(self.embedding.embeddings().clone(), None);
+        head.forward(&self.norm.forward(&last)?)
+    }
+}
