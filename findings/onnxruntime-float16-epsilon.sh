@@ -4,7 +4,7 @@
 #
 # Expected: the constants of a norm in primitives are kept in f32, or rounded: 1e-12 to 0 in half.
 # Seen: constants below the least half, 6e-8, become 6e-8, without a warning. An RMSNorm with
-# epsilon 1e-12 then divides rows of 1e-5 by 24 times the right number. The attribute of
+# epsilon 1e-12 then gives rows of 1e-5 a twentieth of their outputs. The attribute of
 # LayerNormalization and RMSNormalization stays as it is.
 set -euo pipefail
 
