@@ -166,6 +166,7 @@ macro_rules! links {
          [ranks-fail]: crate::guide::ranks#when-a-rank-fails\n\
          [ranks]: crate::guide::ranks\n\
          [recipes]: crate::guide::recipes\n\
+         [runtimes]: crate::guide::runtimes\n\
          [sharing]: crate::guide::training#sharing-a-layer\n\
          [short-runs]: crate::guide::training#short-runs\n\
          [threads]: crate::guide::performance#threads\n\
@@ -213,6 +214,8 @@ pub mod guide {
         checkpoints: "checkpoints",
         /// Inference: evaluation, and folding a layer into the linear layer after it.
         inference: "inference",
+        /// Your norm in other runtimes: PyTorch, JAX, ONNX and devices.
+        runtimes: "runtimes",
         /// Distributed training: statistics over several processes or GPUs.
         ranks: "ranks",
         /// GPUs: building, launches, streams and CUDA graphs, and what is tested.
