@@ -73,7 +73,7 @@ const CONFIG: &str = r#"{
     "intermediate_size": 32,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "num_key_value_heads": KEY_VALUE_HEADS,
     "head_dim": 4,
     "max_position_embeddings": 32,
     "tie_word_embeddings": true,
@@ -101,8 +101,9 @@ const CONFIG: &str = r#"{
     "local_rope_theta": 100.0
 }"#;
 
-fn config<C: DeserializeOwned>() -> Result<C> {
-    serde_json::from_str(CONFIG).map_err(Error::wrap)
+fn config<C: DeserializeOwned>(key_value_heads: usize) -> Result<C> {
+    let config = CONFIG.replace("KEY_VALUE_HEADS", &key_value_heads.to_string());
+    serde_json::from_str(&config).map_err(Error::wrap)
 }
 
 /// From ids, `[BATCH, time]`, to the logits of the token after each position or after the last.
@@ -147,20 +148,21 @@ macro_rules! model {
 
 const MODELS: [Model; 5] = [
     model!("qwen3.rs", qwen3, include_str!("../qwen3.patch"), only_f32: false, |vb| {
-        let model = file::ModelForCausalLM::new(&config()?, vb)?;
+        let model = file::ModelForCausalLM::new(&config(2)?, vb)?;
         // A copy: candle's keeps the keys of the last call, unless `clear_kv_cache` is called.
         Ok(Box::new(move |ids| model.clone().forward(ids, 0)))
     }),
     model!("gemma3.rs", gemma3, include_str!("../gemma3.patch"), only_f32: false, |vb| {
-        let model = file::Model::new(false, &config()?, vb)?;
+        // With one head, as in the smallest Gemma 3: candle's cache fails with more.
+        let model = file::Model::new(false, &config(1)?, vb)?;
         Ok(Box::new(move |ids| model.clone().forward(ids, 0)))
     }),
     model!("modernbert.rs", modernbert, include_str!("../modernbert.patch"), only_f32: true, |vb| {
-        let model = file::ModernBertForMaskedLM::load(vb, &config()?)?;
+        let model = file::ModernBertForMaskedLM::load(vb, &config(2)?)?;
         Ok(Box::new(move |ids| model.forward(ids, &ids.ones_like()?)))
     }),
     model!("llama.rs", llama, include_str!("../llama.patch"), only_f32: true, |vb| {
-        let config = config::<file::LlamaConfig>()?.into_config(false);
+        let config = config::<file::LlamaConfig>(2)?.into_config(false);
         let mut cache = file::Cache::new(false, vb.dtype(), &config, vb.device())?;
         let model = file::Llama::load(vb, &config)?;
         Ok(Box::new(move |ids| model.forward(ids, 0, &mut cache)))
@@ -326,16 +328,17 @@ mod tests {
         }
     }
 
-    /// Variables, those without a gradient and those with a wrong one, as the guide's table has
-    /// them. gemma3.rs does not run.
+    /// Each has variables without a gradient, and more with a wrong one, which are the table's.
     #[test]
     fn candles_files_have_wrong_gradients() -> Result<()> {
-        let mut found = vec![];
-        for model in MODELS {
-            let count = Run::new(model.candles, DType::F32, 1)?.count();
-            found.push((model.name, count.map_err(|error| error.to_string())));
+        let expected = [23, 9, 2, 19, 2];
+        for (model, none) in MODELS.iter().zip(expected) {
+            let [all, found, wrong] = Run::new(model.candles, DType::F32, 1)?.count()?;
+            let name = model.name;
+            println!("{name}: {found} and {wrong} of {all}");
+            assert_eq!(found, none, "{name}");
+            assert!(wrong > none, "{name}: {wrong}");
         }
-        assert_eq!(found, []);
         Ok(())
     }
 
@@ -399,15 +402,33 @@ mod tests {
         Ok(())
     }
 
-    /// Unless `clear_kv_cache` is called, the second batch also reads the keys of the first.
+    /// candle's qwen3.rs also reads the keys of earlier batches, so the loss of one batch changes
+    /// from call to call. `check_gradients` reports it.
     #[test]
     fn qwen3_keeps_the_keys_of_earlier_batches() -> Result<()> {
-        let vb = VarBuilder::zeros(DType::F32, &Device::Cpu);
-        let mut model = candles::qwen3::ModelForCausalLM::new(&config()?, vb)?;
-        let ids = Tensor::zeros((BATCH, TIME), DType::U32, &Device::Cpu)?;
-        model.forward(&ids, 0)?;
-        let mut second = model.clone();
-        second.forward(&ids, 0)?;
+        let varmap = VarMap::new();
+        let vb = VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu);
+        let mut model = candles::qwen3::ModelForCausalLM::new(&config(2)?, vb)?;
+        let ids = batch(&mut StdRng::seed_from_u64(0))?
+            .narrow(1, 0, TIME)?
+            .contiguous()?;
+        let mut loss = || model.forward(&ids, 0)?.sqr()?.mean_all();
+        let [first, second] = [loss()?, loss()?].map(|loss| loss.to_scalar::<f32>());
+        assert_ne!(first?, second?);
+        assert!(check_gradients(&varmap, loss).is_err());
+        Ok(())
+    }
+
+    #[test]
+    fn gemma3_fails_with_several_key_value_heads() -> Result<()> {
+        let vb = VarBuilder::from_varmap(&VarMap::new(), DType::F32, &Device::Cpu);
+        let mut model = candles::gemma3::Model::new(false, &config(2)?, vb)?;
+        let error = model
+            .forward(&batch(&mut StdRng::seed_from_u64(0))?, 0)
+            .unwrap_err();
+        assert!(error
+            .to_string()
+            .contains("slice-set only supports contiguous tensors"));
         Ok(())
     }
 
@@ -416,7 +437,7 @@ mod tests {
     fn a_norm_that_a_checkpoint_lacks_stays_away_on_its_tensors() -> Result<()> {
         let ids = Tensor::arange(0u32, 8, &Device::Cpu)?.reshape((1, 8))?;
         let logits = |vb| -> Result<Vec<f32>> {
-            let model = ours::modernbert::ModernBertForMaskedLM::load(vb, &config()?)?;
+            let model = ours::modernbert::ModernBertForMaskedLM::load(vb, &config(2)?)?;
             model
                 .forward(&ids, &ids.ones_like()?)?
                 .flatten_all()?
@@ -518,8 +539,6 @@ mod tests {
             xs, &table, &table
         ))?);
         assert!(has_gradient(|xs| fresh()?.slice_scatter(xs, 2, 0))?);
-        assert!(has_gradient(|xs| fresh()?.scatter(&indexes, xs, 2))?);
-        assert!(has_gradient(|xs| fresh()?.scatter_add(&indexes, xs, 2))?);
         Ok(())
     }
 }

@@ -53,10 +53,12 @@ impl Probe {
         })
     }
 
-    /// Gives each layer the statistics that it had before its first step.
+    /// Gives each layer the statistics that it had before its first step. Layers may share their
+    /// variables, so the first snapshot comes last.
     pub fn restore(&self) -> Result<()> {
         STEPS.with_borrow(|steps| {
-            (steps.iter().flatten()).try_for_each(|(state, snapshot)| state.restore(snapshot))
+            let mut steps = steps.iter().flatten().rev();
+            steps.try_for_each(|(state, snapshot)| state.restore(snapshot))
         })
     }
 
