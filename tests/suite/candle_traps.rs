@@ -110,7 +110,11 @@ fn sums_of_half_precision_stop_growing() -> Result<()> {
     for (dtype, most) in [(DType::BF16, 256.), (DType::F16, 2048.)] {
         // Scores of equal size, as those of fresh attention nearly are.
         let scores = Tensor::zeros((1, 4096), dtype, &CPU)?;
-        for weights in [ops::softmax(&scores, 1)?, ops::softmax_last_dim(&scores)?] {
+        for weights in [
+            ops::softmax(&scores, 1)?,
+            ops::softmax_last_dim(&scores)?,
+            candle_powernorm::ops::softmax_last_dim(&scores)?,
+        ] {
             assert_eq!(to_f64(&weights).iter().sum::<f64>(), 4096. / most);
         }
         let logits = Tensor::zeros((1, 32_000), dtype, &CPU)?;
@@ -410,19 +414,19 @@ fn softmax_of_many_scores_has_a_wrong_gradient_in_f16() -> Result<()> {
     let scores = (random(&[1, 512]) * 0.1)?;
     let dy = Tensor::arange(0f32, 512., &CPU)?.reshape((1, 512))?;
     let dy = (dy / 512.)?;
-    let gradient = |dtype, in_f32: bool| -> Result<Vec<f64>> {
+    let gradient = |dtype, softmax: fn(&Tensor) -> Result<Tensor>| -> Result<Vec<f64>> {
         let xs = Var::from_tensor(&scores.to_dtype(dtype)?)?;
-        let ys = match in_f32 {
-            true => ops::softmax(&xs.to_dtype(DType::F32)?, 1)?.to_dtype(dtype)?,
-            false => ops::softmax(&xs, 1)?,
-        };
-        let loss = (ys * dy.to_dtype(dtype)?)?.sum_all()?;
+        let loss = (softmax(&xs)? * dy.to_dtype(dtype)?)?.sum_all()?;
         Ok(to_f64(loss.backward()?.get(&xs).unwrap()))
     };
-    let exact = gradient(DType::F32, false)?;
+    let candles = |xs: &Tensor| ops::softmax(xs, 1);
+    let in_f32 = |xs: &Tensor| ops::softmax(&xs.to_dtype(DType::F32)?, 1)?.to_dtype(xs.dtype());
+    let exact = gradient(DType::F32, candles)?;
     let largest = exact.iter().fold(0f64, |most, d| most.max(d.abs()));
-    assert!(distance(&gradient(DType::F16, false)?, &exact) > 10. * largest);
-    assert!(distance(&gradient(DType::F16, true)?, &exact) < 0.02 * largest);
+    assert!(distance(&gradient(DType::F16, candles)?, &exact) > 10. * largest);
+    for right in [in_f32, candle_powernorm::ops::softmax_last_dim] {
+        assert!(distance(&gradient(DType::F16, right)?, &exact) < 0.02 * largest);
+    }
 
     let inverse = slope(&[200., 256.], DType::F16, Tensor::recip)?;
     assert!(inverse[0] < 0. && inverse[1] == 0., "{inverse:?}");
