@@ -20,7 +20,7 @@ mod before {
         Ok(func(move |xs| {
             let hidden = input.forward(xs)?;
             let branch = inner.forward(&norm.forward(&hidden)?)?;
-            output.forward(&(hidden + branch.relu()?)?)
+            output.forward(&(hidden + branch.gelu()?)?)
         }))
     }
 }
@@ -38,7 +38,7 @@ mod trains {
         Ok(func(move |xs| {
             let hidden = input.forward(xs)?;
             let branch = inner.forward(&norm.forward(&hidden)?)?;
-            output.forward(&(hidden + branch.relu()?)?)
+            output.forward(&(hidden + branch.gelu()?)?)
         }))
     }
 }
@@ -55,7 +55,7 @@ mod after {
         Ok(func(move |xs| {
             let hidden = input.forward(xs)?;
             let branch = inner.forward(&norm.forward(&hidden)?)?;
-            output.forward(&(hidden + branch.relu()?)?)
+            output.forward(&(hidden + branch.gelu()?)?)
         }))
     }
 }

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# gumbel_softmax never draws a token of probability 0.0001, and one of 0.001 half as often as it
-# should.
+# gumbel_softmax never draws a token of probability 0.0001, and one of 0.001 less than half as
+# often as it should.
 #
 # Expected: adding Gumbel noise and taking the largest draws from the softmax exactly. Seen: the
 # uniform numbers behind the noise end at 0.999, so the noise ends at 6.9, and a token whose logit

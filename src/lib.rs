@@ -70,10 +70,9 @@
 //! - [`PowerNorm::fold_into`] merges a trained layer into the linear layer after it.
 //! - [`LossScale`] is for mixed precision, and [`Ranks`] for several processes or GPUs.
 //!
-//! # Beside a model of any normalization
-//!
-//! [`Masters`] let an optimizer move weights of half precision in f32, [`SavedAdamW`] is candle's
-//! AdamW with a state that can be saved, and [`sum_gradients`] adds gradients up over ranks.
+//! For a model with any normalization, [`Masters`] let an optimizer move weights of half precision in
+//! f32, [`SavedAdamW`] is candle's AdamW with a state that can be saved, and [`sum_gradients`] adds
+//! gradients up over ranks.
 //!
 //! The [`guide`] has a page for each task. Begin with [porting](guide::coming_from),
 //! [choosing](guide::choosing) or [troubleshooting](guide::troubleshooting). On Linux use mimalloc
@@ -167,6 +166,7 @@ macro_rules! links {
          [ranks-fail]: crate::guide::ranks#when-a-rank-fails\n\
          [ranks]: crate::guide::ranks\n\
          [recipes]: crate::guide::recipes\n\
+         [runtimes]: crate::guide::runtimes\n\
          [sharing]: crate::guide::training#sharing-a-layer\n\
          [short-runs]: crate::guide::training#short-runs\n\
          [threads]: crate::guide::performance#threads\n\
@@ -214,6 +214,8 @@ pub mod guide {
         checkpoints: "checkpoints",
         /// Inference: evaluation, and folding a layer into the linear layer after it.
         inference: "inference",
+        /// Your norm in other runtimes: PyTorch, JAX, ONNX and devices.
+        runtimes: "runtimes",
         /// Distributed training: statistics over several processes or GPUs.
         ranks: "ranks",
         /// GPUs: building, launches, streams and CUDA graphs, and what is tested.

@@ -113,6 +113,9 @@ pub fn add_rms_norm(
 ///
 /// `xs` is of any rank from 1 and any layout, in `F32`, `F64`, `F16` or `BF16`. A row that is −∞
 /// throughout is NaN, as in candle_nn.
+/// On a CPU candle_nn adds the exponentials in the dtype of `xs`, so the sum of a long row stops
+/// growing at 256 in `BF16` and at 2048 in `F16`, and output and gradient are wrong
+/// ([traps](crate::guide::traps)). Convert longer rows to `F32` first.
 ///
 /// # Errors
 ///

@@ -10,8 +10,11 @@ use candle::Result;
 use std::cell::{Cell, RefCell};
 use std::sync::Arc;
 
+/// Each state that a step has moved, as it was before the first.
+type Moved = Vec<(Arc<State>, Snapshot)>;
+
 thread_local! {
-    static STEPS: RefCell<Option<Vec<(Arc<State>, Snapshot)>>> = const { RefCell::new(None) };
+    static STEPS: RefCell<Option<Moved>> = const { RefCell::new(None) };
     static HAS_APPROXIMATED: Cell<bool> = const { Cell::new(false) };
     static APPROXIMATES: Cell<bool> = const { Cell::new(true) };
 }
@@ -53,10 +56,12 @@ impl Probe {
         })
     }
 
-    /// Gives each layer the statistics that it had before its first step.
+    /// Gives each layer the statistics that it had before its first step. Layers may share their
+    /// variables, so the first snapshot comes last.
     pub fn restore(&self) -> Result<()> {
         STEPS.with_borrow(|steps| {
-            (steps.iter().flatten()).try_for_each(|(state, snapshot)| state.restore(snapshot))
+            let mut steps = steps.iter().flatten().rev();
+            steps.try_for_each(|(state, snapshot)| state.restore(snapshot))
         })
     }
 

@@ -121,13 +121,13 @@ fn rotary_tables_that_a_varmap_makes_stop_queries_and_keys() -> Result<()> {
 /// The page that lists candle's fused operations without a backward.
 const PAGE: &str = include_str!("../../docs/guide/coming-from.md");
 
-/// The names in the page's list: the words in backticks of its first sentence.
-fn listed() -> Vec<&'static str> {
-    let (_, rest) = (PAGE.split_once("fused operations have no backward:")).expect("the list");
-    let (list, _) = rest
-        .split_once("which candle's KV caches")
-        .expect("its end");
-    list.split('`').skip(1).step_by(2).collect()
+/// The page's table of them.
+fn table_of_functions() -> &'static str {
+    let (_, rest) = PAGE
+        .split_once("### Functions without a backward")
+        .expect("the table");
+    let (table, _) = rest.split_once("\n###").expect("its end");
+    table
 }
 
 /// An operation on a variable, and the same by the operations that the page puts in its place.
@@ -159,7 +159,20 @@ fn the_fused_operations_that_the_page_lists_have_no_backward() -> Result<()> {
             rotary_emb::rope_thd(xs, &table(), &table())
         }),
     ];
-    let plain: [(&str, Operation); 5] = [
+    let plain: [(&str, Operation); 9] = [
+        (
+            "our softmax_last_dim",
+            candle_powernorm::ops::softmax_last_dim,
+        ),
+        ("our rope", |xs| {
+            candle_powernorm::ops::rope(xs, &table(), &table())
+        }),
+        ("our rope_i", |xs| {
+            candle_powernorm::ops::rope_i(xs, &table(), &table())
+        }),
+        ("our rope_thd", |xs| {
+            candle_powernorm::ops::rope_thd(xs, &table(), &table())
+        }),
         ("softmax", |xs| ops::softmax(xs, D::Minus1)),
         ("layer_norm_slow", |xs| {
             let ones = Tensor::ones(4, DType::F32, &CPU)?;
@@ -193,10 +206,16 @@ fn the_fused_operations_that_the_page_lists_have_no_backward() -> Result<()> {
     let gradients = cache.sqr()?.sum_all()?.backward()?;
     assert!(gradients.get(&keys).is_none(), "slice_set has a backward");
 
-    // `sdpa` needs Metal, and `flash_attn` is in a crate of its own for GPUs.
-    let tested = fused.map(|(name, _)| name);
-    let untested = ["sdpa", "flash_attn"];
-    let all = [&tested[..], &untested, &["slice_set"]].concat();
-    assert_eq!(listed(), all);
+    // `sdpa` needs Metal, and `flash_attn` of GPUs is in a crate of its own.
+    for name in fused
+        .map(|(name, _)| name)
+        .into_iter()
+        .chain(["slice_set", "sdpa"])
+    {
+        assert!(
+            table_of_functions().contains(&format!("{name}`")),
+            "the page does not list {name}"
+        );
+    }
     Ok(())
 }

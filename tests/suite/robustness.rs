@@ -488,7 +488,7 @@ impl MaskCase {
 }
 
 proptest! {
-    #![proptest_config(cases(10_000))]
+    #![proptest_config(cases(500))]
 
     /// Nothing panics. Only steps move the state, and under recipe Paper it stays finite. Views,
     /// packed copies and copies with other padding give the same bits. A row's evaluation does not
@@ -586,7 +586,7 @@ fn poisoned(mut batch: Batch, poison: Poison, data: &mut Data, grouped: bool) ->
 }
 
 proptest! {
-    #![proptest_config(cases(5000))]
+    #![proptest_config(cases(500))]
 
     /// Whatever came, the layer is where the equations lead if they forget what is not finite. An
     /// oracle in f64 takes the same steps, without what the layer should forget.

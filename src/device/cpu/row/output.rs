@@ -43,8 +43,9 @@ pub(crate) enum Stores {
 ///
 /// Each loop that writes such an output is compiled for both kinds of stores. Where this is false,
 /// an `if const` keeps the second from the compiler. f32 has the gain of a whole step that is
-/// measured below; rows of 8 bytes are for checks of gradients, and in half precision a forward
-/// gained nothing, so these are compiled once.
+/// described below. In the other dtypes the compiler's time was worth more: f64 is for checks of
+/// gradients, and in bf16 a forward of 32768x1024 took 2 to 4 % longer with such stores, though a
+/// backward took 14 % less (`benches/results/cpu-choices.md`).
 pub(super) const fn may_bypass_caches<T>() -> bool {
     cfg!(target_arch = "x86_64") && size_of::<T>() == size_of::<f32>()
 }
@@ -337,14 +338,14 @@ impl<T: Element, const NON_TEMPORAL: bool> OpenRow<'_, T, NON_TEMPORAL> {
 /// in each block would cost a tenth of the time.
 macro_rules! write_row {
     ($dtype:ty, $writer:expr, $cols:expr, |$row:ident| $body:expr) => {
-        if const { $crate::device::cpu::row::output::may_bypass_caches::<$dtype>() }
-            && $writer.stores() != $crate::device::cpu::row::output::Stores::Cached
+        if const { !$crate::device::cpu::row::output::may_bypass_caches::<$dtype>() }
+            || $writer.stores() == $crate::device::cpu::row::output::Stores::Cached
         {
-            let mut $row = $writer.row::<true>($cols);
+            let mut $row = $writer.row::<false>($cols);
             $body;
             $row.end();
         } else {
-            let mut $row = $writer.row::<false>($cols);
+            let mut $row = $writer.row::<true>($cols);
             $body;
             $row.end();
         }

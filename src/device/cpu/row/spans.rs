@@ -68,8 +68,10 @@ macro_rules! for_spans {
             $body;
             span = span.next();
         }
+        // Vectors of one column leave none. The width is a constant, so that no loop is compiled.
+        let width = span.width();
         let mut span = Span::<_, _, 1>::new(pulp::Scalar, span.start());
-        while span.start() < columns.end {
+        while width > 1 && span.start() < columns.end {
             let $at = span;
             $body;
             span = span.next();
@@ -86,14 +88,14 @@ macro_rules! for_spans {
             }
             $row.push($body);
         }
-        loop {
+        let width = loop {
             let $at = Span::<_, _, 1>::new($simd, $row.len());
             if $at.end() > columns.end {
-                break;
+                break $at.width();
             }
             $row.push($body);
-        }
-        while $row.len() < columns.end {
+        };
+        while width > 1 && $row.len() < columns.end {
             let $at = Span::<_, _, 1>::new(pulp::Scalar, $row.len());
             $row.push($body);
         }
@@ -105,24 +107,22 @@ macro_rules! for_spans {
 macro_rules! sum_spans {
     ($simd:expr, $vectors:expr, $columns:expr, |$at:ident, $($sum:ident),+| $body:expr) => {{
         let (simd, columns): (_, std::ops::Range<usize>) = ($simd, $columns);
-        let mut block = Span::<_, _, { $vectors }>::new(simd, columns.start);
-        let part = block.width() * $crate::device::cpu::row::spans::TERMS;
-        let mut total = None;
-        // One loop for the first part and all others, so that the body is compiled once for them.
-        loop {
-            let end = columns.end.min(block.start() + part);
-            let sums = sum_spans!(@ simd, block, end, $at, [$($sum),+], $body);
-            // Most rows have one part.
-            if end == columns.end && total.is_none() {
-                break sums;
+        let first = Span::<_, _, { $vectors }>::new(simd, columns.start);
+        let part = first.width() * $crate::device::cpu::row::spans::TERMS;
+        let mut end = columns.end.min(columns.start + part);
+        let mut sums = sum_spans!(@ simd, first, end, $at, [$($sum),+], $body);
+        // Most rows have one part.
+        if end < columns.end {
+            let mut total = $crate::device::cpu::row::spans::add_part(Default::default(), sums);
+            while end < columns.end {
+                let next = Span::<_, _, { $vectors }>::new(simd, end);
+                end = columns.end.min(end + part);
+                sums = sum_spans!(@ simd, next, end, $at, [$($sum),+], $body);
+                total = $crate::device::cpu::row::spans::add_part(total, sums);
             }
-            let so_far = $crate::device::cpu::row::spans::add_part(total.unwrap_or_default(), sums);
-            if end == columns.end {
-                break $crate::device::cpu::row::spans::narrow(so_far);
-            }
-            total = Some(so_far);
-            block = Span::<_, _, { $vectors }>::new(simd, end);
+            sums = $crate::device::cpu::row::spans::narrow(total);
         }
+        sums
     }};
     // One part, which begins with this block.
     (@ $simd:ident, $block:ident, $end:ident, $at:ident, [$($sum:ident),+], $body:expr) => {{
@@ -140,9 +140,10 @@ macro_rules! sum_spans {
             $body;
             span = span.next();
         }
+        let width = span.width();
         let mut span = Span::<_, _, 1>::new(pulp::Scalar, span.start());
         $(let mut $sum = span.splat($sum.total());)+
-        while span.start() < $end {
+        while width > 1 && span.start() < $end {
             let $at = span;
             $body;
             span = span.next();

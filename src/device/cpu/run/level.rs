@@ -15,8 +15,8 @@
 //! have more accumulators, so levels may differ in the last bits of a result. At one level the bits
 //! do not depend on threads.
 //!
-//! `Baseline` is for processors from before AVX2 and for comparisons. In vectors of four it would
-//! be several times as fast there, and it was the largest level: 40 % of the code of all rows.
+//! `Baseline` is for processors from before AVX2 and for comparisons. It takes no vectors, because
+//! in vectors of four it was the largest level: 300 of the 730 KB of all rows.
 
 use crate::device::cpu::convert::Element;
 use crate::error::Error;
