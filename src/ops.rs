@@ -19,7 +19,7 @@
 //! # Softmax and rotary embeddings
 //!
 //! The forward is candle_nn's own fused function, on every device and in every dtype in which that
-//! runs. The graph keeps the input and the output. candle_nn's differentiable forms, `ops::softmax`
+//! runs, except that a CPU computes the softmax of half precision in `F32`. The graph keeps the input and the output. candle_nn's differentiable forms, `ops::softmax`
 //! and `rotary_emb::rope_slow`, keep each intermediate result, and `rope_slow` both tables, at their
 //! full length, twice as wide. An input that is not contiguous is copied, where candle_nn's function
 //! rejects it. The gradients can be differentiated again.
@@ -112,10 +112,9 @@ pub fn add_rms_norm(
 /// where maximum and sums run over the last dimension.
 ///
 /// `xs` is of any rank from 1 and any layout, in `F32`, `F64`, `F16` or `BF16`. A row that is −∞
-/// throughout is NaN, as in candle_nn.
-/// On a CPU candle_nn adds the exponentials in the dtype of `xs`, so the sum of a long row stops
-/// growing at 256 in `BF16` and at 2048 in `F16`, and output and gradient are wrong
-/// ([traps](crate::guide::traps)). Convert longer rows to `F32` first.
+/// throughout is NaN, as in candle_nn. Rows in half precision are computed in `F32` on a CPU, where
+/// candle_nn adds the exponentials in half precision, so that long rows are wrong there
+/// ([traps](crate::guide::traps)).
 ///
 /// # Errors
 ///

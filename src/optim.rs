@@ -153,8 +153,9 @@ impl Masters {
     }
 }
 
+/// The variable needs a master. One without elements does not, and candle compares none.
 fn is_half(var: &Var) -> bool {
-    matches!(var.dtype(), DType::F16 | DType::BF16)
+    matches!(var.dtype(), DType::F16 | DType::BF16) && var.elem_count() > 0
 }
 
 /// AdamW with a state that can be saved.

@@ -37,9 +37,9 @@ mod slow;
 mod text;
 
 use candle::backprop::GradStore;
-use candle::{bail, DType, Device, Error, Result, Tensor, Var};
+use candle::{bail, DType, Device, Error, Result, Tensor};
 use candle_nn::{loss::cross_entropy, AdamW, Optimizer, ParamsAdamW, VarBuilder, VarMap};
-use candle_powernorm::{trainable_vars, Mode, PowerNormBuilder, Untrained};
+use candle_powernorm::{trainable_vars, Masters, Mode, PowerNormBuilder, Untrained};
 use rand::{rngs::StdRng, Rng, SeedableRng};
 use std::path::PathBuf;
 
@@ -100,39 +100,6 @@ fn untrained(varmap: &VarMap, gradients: &GradStore) -> Result<Vec<Untrained>> {
     Ok(found)
 }
 
-/// Each variable to train, and the f32 variable that the optimizer moves in its place. The
-/// optimizer's own averages are in f32 too, because they have the dtype of what it moves.
-struct Masters(Vec<(Var, Var)>);
-
-impl Masters {
-    fn of(varmap: &VarMap) -> Result<Self> {
-        let with_master = |var: Var| match var.dtype() {
-            DType::F32 => Ok((var.clone(), var)),
-            _ => Ok((var.clone(), Var::from_tensor(&var.to_dtype(DType::F32)?)?)),
-        };
-        let vars = trainable_vars(varmap).into_iter();
-        Ok(Self(vars.map(with_master).collect::<Result<_>>()?))
-    }
-
-    /// Hands the gradients to the masters.
-    fn take(&self, gradients: &mut GradStore) -> Result<()> {
-        for (var, master) in &self.0 {
-            if let Some(gradient) = gradients.remove(var) {
-                gradients.insert(master, gradient.to_dtype(DType::F32)?);
-            }
-        }
-        Ok(())
-    }
-
-    /// Rounds the masters into the model.
-    fn copy(&self) -> Result<()> {
-        for (var, master) in self.0.iter().filter(|(var, _)| var.dtype() != DType::F32) {
-            var.set(&master.to_dtype(var.dtype())?)?;
-        }
-        Ok(())
-    }
-}
-
 /// Trains a model on batches that `loss` draws. Gives the loss of the first step, and the mean over
 /// the last ten.
 fn train(varmap: &VarMap, mut loss: impl FnMut() -> Result<Tensor>) -> Result<[f32; 2]> {
@@ -140,9 +107,8 @@ fn train(varmap: &VarMap, mut loss: impl FnMut() -> Result<Tensor>) -> Result<[f
         lr: RATE,
         ..Default::default()
     };
-    let masters = Masters::of(varmap)?;
-    let vars = masters.0.iter().map(|(_, master)| master.clone()).collect();
-    let mut optimizer = AdamW::new(vars, params)?;
+    let masters = Masters::new(varmap)?;
+    let mut optimizer = AdamW::new(trainable_vars(masters.varmap()), params)?;
     let mut losses = vec![];
     for step in 0..STEPS {
         optimizer.set_learning_rate(RATE * ((step + 1) as f64 / 50.).min(1.));
@@ -152,9 +118,10 @@ fn train(varmap: &VarMap, mut loss: impl FnMut() -> Result<Tensor>) -> Result<[f
         if !frozen.is_empty() {
             bail!("a backward does not train {frozen:?}");
         }
-        masters.take(&mut gradients)?;
-        optimizer.step(&gradients)?;
-        masters.copy()?;
+        if !masters.unscale(&mut gradients, 1.)? {
+            bail!("a gradient is not finite");
+        }
+        masters.step(&mut optimizer, &gradients)?;
         losses.push(loss.to_dtype(DType::F32)?.to_scalar::<f32>()?);
     }
     let last = &losses[STEPS - 10..];

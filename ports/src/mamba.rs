@@ -8,7 +8,7 @@
 
 use self::norms::{rms_norm, RmsNorm};
 use candle::{Module, Result, Tensor, D};
-use candle_nn::{embedding, linear, linear_no_bias, ops::silu};
+use candle_nn::{embedding, linear_no_bias, ops::silu};
 use candle_nn::{Embedding, Init, Linear, VarBuilder};
 
 const WIDTH: usize = 16;
@@ -34,15 +34,18 @@ struct Block {
 
 impl Block {
     fn load(vb: VarBuilder) -> Result<Self> {
-        let uniform = |up| Init::Uniform { lo: -up, up };
+        let uniform = |up: f64| Init::Uniform { lo: -up, up };
         let mixer = vb.pp("mixer");
         Ok(Self {
             norm: rms_norm(WIDTH, 1e-5, vb.pp("norm"))?,
             in_proj: linear_no_bias(WIDTH, 2 * INNER, mixer.pp("in_proj"))?,
             taps: mixer.get_with_hints((TAPS, INNER), "conv1d.weight", uniform(0.5))?,
-            taps_bias: mixer.get_with_hints(INNER, "conv1d.bias", uniform(0.5))?,
+            taps_bias: mixer.get_with_hints(INNER, "conv1d.bias", Init::Const(0.))?,
             x_proj: linear_no_bias(INNER, RANK + 2 * STATE, mixer.pp("x_proj"))?,
-            dt_proj: linear(RANK, INNER, mixer.pp("dt_proj"))?,
+            dt_proj: Linear::new(
+                mixer.get_with_hints((INNER, RANK), "dt_proj.weight", uniform(0.7))?,
+                Some(mixer.get_with_hints(INNER, "dt_proj.bias", Init::Const(0.))?),
+            ),
             a_log: mixer.get_with_hints((INNER, STATE), "A_log", uniform(1.))?,
             skip: mixer.get_with_hints(INNER, "D", Init::Const(1.))?,
             out_proj: linear_no_bias(INNER, WIDTH, mixer.pp("out_proj"))?,

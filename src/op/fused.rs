@@ -27,7 +27,15 @@ pub(crate) fn softmax_last_dim(xs: &Tensor) -> Result<Tensor> {
         // candle's function panics on empty rows.
         return Ok(xs.clone());
     }
-    let y = ops::softmax_last_dim(&xs.detach().contiguous()?)?;
+    let packed = xs.detach().contiguous()?;
+    let y = match packed.dtype() {
+        // There candle adds up in half precision: the softmax of 4096 equal scores in BF16 adds up
+        // to 16.
+        half @ (DType::F16 | DType::BF16) if packed.device().is_cpu() => {
+            ops::softmax_last_dim(&packed.to_dtype(DType::F32)?)?.to_dtype(half)?
+        }
+        _ => ops::softmax_last_dim(&packed)?,
+    };
     match xs.track_op() {
         true => xs.apply_op1(Softmax {
             output: Computed::of(y)?,
@@ -47,12 +55,14 @@ impl CustomOp1 for Softmax {
 
     forwards!(1);
 
-    /// `y ⊙ (dy − Σ dy ⊙ y)`.
+    /// `y ⊙ (dy − Σ dy ⊙ y)`, of half precision in `F32`.
     fn bwd(&self, _xs: &Tensor, y: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
-        let y = graph_of_gradients(y);
-        let products = (dy * &y)?;
+        let dtype = state_dtype(self.name(), "xs", y.dtype())?;
+        let (own, y) = (y.dtype(), graph_of_gradients(y).to_dtype(dtype)?);
+        let products = (dy.to_dtype(dtype)? * &y)?;
         let sums = products.sum_keepdim(D::Minus1)?;
-        Ok(Some((products - y.broadcast_mul(&sums)?)?))
+        let dx = (products - y.broadcast_mul(&sums)?)?;
+        Ok(Some(dx.to_dtype(own)?))
     }
 }
 

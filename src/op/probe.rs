@@ -10,8 +10,11 @@ use candle::Result;
 use std::cell::{Cell, RefCell};
 use std::sync::Arc;
 
+/// Each state that a step has moved, as it was before the first.
+type Moved = Vec<(Arc<State>, Snapshot)>;
+
 thread_local! {
-    static STEPS: RefCell<Option<Vec<(Arc<State>, Snapshot)>>> = const { RefCell::new(None) };
+    static STEPS: RefCell<Option<Moved>> = const { RefCell::new(None) };
     static HAS_APPROXIMATED: Cell<bool> = const { Cell::new(false) };
     static APPROXIMATES: Cell<bool> = const { Cell::new(true) };
 }

@@ -22,7 +22,9 @@ fn varmap(vars: &[(&str, &[f64], DType)]) -> VarMap {
 /// The gradients of Σ factor · var of every variable.
 fn gradients(varmap: &VarMap, factor: f64) -> Result<GradStore> {
     let mut gradients = GradStore::default();
-    for var in trainable_vars(varmap) {
+    // candle's optimizers do not move a variable without elements.
+    let vars = trainable_vars(varmap).into_iter();
+    for var in vars.filter(|var| var.elem_count() > 0) {
         gradients.insert(&var, var.ones_like()?.affine(factor, 0.)?);
     }
     Ok(gradients)
@@ -69,7 +71,7 @@ fn small_updates_add_up() -> Result<()> {
             .iter()
             .map(|var| var.dtype())
             .collect::<Vec<_>>();
-        assert_eq!(dtypes, [DType::F64, DType::F32, DType::F32, DType::F32]);
+        assert_eq!(dtypes, [DType::F64, dtype, DType::F32, DType::F32]);
     }
     Ok(())
 }
