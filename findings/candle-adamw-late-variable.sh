@@ -5,6 +5,7 @@
 # candle counts the steps of the optimizer and not those of the variable (PyTorch counts each
 # parameter's). For a variable whose first gradient comes after 1000 steps, as that of a layer
 # which was frozen, the correction is nearly gone: (1 − β₁) / √(1 − β₂) = 3.16 in the limit.
+#
 # candle-core and candle-nn 0.11.1, on a CPU, 2026-11-29. Exits non-zero if this changes.
 # FINDINGS_TARGET_DIR may name a folder for builds that several of these scripts share.
 set -euo pipefail

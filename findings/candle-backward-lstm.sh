@@ -3,6 +3,7 @@
 #
 # Expected: the state beside the first token comes last and depends on all tokens. Seen: it is the
 # state after that token alone. The setting changes only the names of the weights.
+#
 # candle-core and candle-nn 0.11.1, on a CPU, 2026-11-29. Exits non-zero if this changes.
 # FINDINGS_TARGET_DIR may name a folder for builds that several of these scripts share.
 set -euo pipefail

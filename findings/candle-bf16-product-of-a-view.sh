@@ -5,8 +5,9 @@
 # Expected: a narrow view is free, so both take the same time, as they do in f16. Seen: a product
 # in bf16 first converts the whole tensor behind the view to f32, and does so in each call. A
 # cache that is allocated for 32,000 tokens costs 32,000 tokens each time 8 of them are read.
-# candle-core 0.11.1, on a CPU, 2026-11-29. Exits non-zero if this changes. FINDINGS_TARGET_DIR
-# may name a folder for builds that several of these scripts share.
+#
+# candle-core 0.11.1, on a CPU, 2026-11-29. Exits non-zero if this changes.
+# FINDINGS_TARGET_DIR may name a folder for builds that several of these scripts share.
 set -euo pipefail
 project=$(mktemp -d)
 trap 'rm -rf "$project"' EXIT

@@ -4,6 +4,7 @@
 # Expected: with 256 classes and logits of 0, each label has a loss of ln 256 = 5.545. Seen: label
 # 255 in U8 has a loss of 0, and its embedding is a row of zeros, because the largest number of an
 # index's dtype means "no index". In U32 both are right.
+#
 # candle-core and candle-nn 0.11.1, on a CPU, 2026-11-29. Exits non-zero if this changes.
 # FINDINGS_TARGET_DIR may name a folder for builds that several of these scripts share.
 set -euo pipefail

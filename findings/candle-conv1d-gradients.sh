@@ -5,8 +5,9 @@
 # for one sequence they do, for two they differ by more than a tenth of their size. The backward
 # calls conv1d with a transposed kernel, and conv1d reads a kernel that is not contiguous as if it
 # were.
-# candle-core 0.11.1, on a CPU, 2026-11-29. Exits non-zero if this changes. FINDINGS_TARGET_DIR
-# may name a folder for builds that several of these scripts share.
+#
+# candle-core 0.11.1, on a CPU, 2026-11-29. Exits non-zero if this changes.
+# FINDINGS_TARGET_DIR may name a folder for builds that several of these scripts share.
 set -euo pipefail
 project=$(mktemp -d)
 trap 'rm -rf "$project"' EXIT

@@ -3,8 +3,9 @@
 #
 # Expected: 1, as at 40 and as gelu_erf and silu give. Seen: NaN, because the backward computes
 # x³, which overflows f16, and multiplies it by 1 − tanh² = 0.
-# candle-core 0.11.1, on a CPU, 2026-11-29. Exits non-zero if this changes. FINDINGS_TARGET_DIR
-# may name a folder for builds that several of these scripts share.
+#
+# candle-core 0.11.1, on a CPU, 2026-11-29. Exits non-zero if this changes.
+# FINDINGS_TARGET_DIR may name a folder for builds that several of these scripts share.
 set -euo pipefail
 project=$(mktemp -d)
 trap 'rm -rf "$project"' EXIT

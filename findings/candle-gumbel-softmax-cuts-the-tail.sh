@@ -5,6 +5,7 @@
 # Expected: adding Gumbel noise and taking the largest draws from the softmax exactly. Seen: the
 # uniform numbers behind the noise end at 0.999, so the noise ends at 6.9, and a token whose logit
 # is further below the others has no chance.
+#
 # candle-core and candle-nn 0.11.1, on a CPU, 2026-11-29. Exits non-zero if this changes.
 # FINDINGS_TARGET_DIR may name a folder for builds that several of these scripts share.
 set -euo pipefail

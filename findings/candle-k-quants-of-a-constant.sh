@@ -4,8 +4,9 @@
 # Expected: numbers that are all the same are the easiest to quantize: 1 comes back as 1, as from
 # Q4_0, Q3K, Q6K and Q8_0. Seen: each run of 16 (Q2K) or 32 (Q4K, Q5K) equal numbers comes back as
 # 0, with other numbers beside it or not. A normalization's fresh weight of ones is such a run.
-# candle-core 0.11.1, on a CPU, 2026-11-29. Exits non-zero if this changes. FINDINGS_TARGET_DIR
-# may name a folder for builds that several of these scripts share.
+#
+# candle-core 0.11.1, on a CPU, 2026-11-29. Exits non-zero if this changes.
+# FINDINGS_TARGET_DIR may name a folder for builds that several of these scripts share.
 set -euo pipefail
 project=$(mktemp -d)
 trap 'rm -rf "$project"' EXIT

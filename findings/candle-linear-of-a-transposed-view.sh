@@ -5,6 +5,7 @@
 # do; with two the outputs differ by more than their size, in f32 and f64, without an error. The
 # product of a batch with one weight is computed as one matrix of all rows, as if the rows of the
 # view followed each other.
+#
 # candle-core and candle-nn 0.11.1, on a CPU, 2026-11-29. Exits non-zero if this changes.
 # FINDINGS_TARGET_DIR may name a folder for builds that several of these scripts share.
 set -euo pipefail

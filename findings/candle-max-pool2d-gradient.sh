@@ -4,8 +4,9 @@
 # Expected: the largest of four elements gets a gradient of 1. Seen: 0.25. The backward counts how
 # many elements are largest by an average over the window, and multiplies by it where it should
 # divide by the count.
-# candle-core 0.11.1, on a CPU, 2026-11-29. Exits non-zero if this changes. FINDINGS_TARGET_DIR
-# may name a folder for builds that several of these scripts share.
+#
+# candle-core 0.11.1, on a CPU, 2026-11-29. Exits non-zero if this changes.
+# FINDINGS_TARGET_DIR may name a folder for builds that several of these scripts share.
 set -euo pipefail
 project=$(mktemp -d)
 trap 'rm -rf "$project"' EXIT

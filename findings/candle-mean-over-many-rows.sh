@@ -4,8 +4,9 @@
 # Expected: about seven digits, as from a sum in parts. Seen: sums over the first dimension add
 # one row after the other to one accumulator in f32. The same numbers along the last dimension are
 # added in many accumulators: sum_all of the ones is exact.
-# candle-core 0.11.1, on a CPU, 2026-11-29. Exits non-zero if this changes. FINDINGS_TARGET_DIR
-# may name a folder for builds that several of these scripts share.
+#
+# candle-core 0.11.1, on a CPU, 2026-11-29. Exits non-zero if this changes.
+# FINDINGS_TARGET_DIR may name a folder for builds that several of these scripts share.
 set -euo pipefail
 project=$(mktemp -d)
 trap 'rm -rf "$project"' EXIT

@@ -4,8 +4,9 @@
 # Expected: the inverted mask, and each id less one. Seen: a number beside a tensor of integers is
 # first converted to the tensor's dtype, where −1 becomes 0. So 1 − mask is computed as 0 · mask +
 # 1, ids − 1 as ids + 0, and ids / 2 as 0 · ids. A comparison with −1 is one with 0.
-# candle-core 0.11.1, on a CPU, 2026-11-29. Exits non-zero if this changes. FINDINGS_TARGET_DIR
-# may name a folder for builds that several of these scripts share.
+#
+# candle-core 0.11.1, on a CPU, 2026-11-29. Exits non-zero if this changes.
+# FINDINGS_TARGET_DIR may name a folder for builds that several of these scripts share.
 set -euo pipefail
 project=$(mktemp -d)
 trap 'rm -rf "$project"' EXIT

@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
-# candle-onnx runs none of ONNX's three normalization operators, and takes ReduceMean over the
-# wrong axes from opset 18 on.
+# candle-onnx runs none of ONNX's three normalization operators, and takes ReduceMean over the wrong
+# axes from opset 18 on.
 #
-# Expected: LayerNormalization (opset 17), GroupNormalization (21) and RMSNormalization (23) run;
-# or else an exporter that writes them as ReduceMean, Sub, Mul, Sqrt and Div is understood. Seen:
-# each is an error, "unsupported op_type". ReduceMean gets its axes as a second input from opset
-# 18 on, which candle-onnx does not read: the mean of the last axis is then the mean of
-# everything, in silence, so each row's output depends on the other rows. ReduceMax, ReduceMin and
-# ReduceSum read that input.
-# candle-onnx 0.11.1, on a CPU, 2026-11-29. Exits non-zero if this changes. Needs pip, for the
-# protocol compiler that candle-onnx is built with. FINDINGS_TARGET_DIR may name a folder for
-# builds that several of these scripts share.
+# Expected: LayerNormalization (opset 17), GroupNormalization (21) and RMSNormalization (23) run; or
+# else an exporter that writes them as ReduceMean, Sub, Mul, Sqrt and Div is understood. Seen: each
+# is an error, "unsupported op_type". ReduceMean gets its axes as a second input from opset 18 on,
+# which candle-onnx does not read: the mean of the last axis is then the mean of everything, in
+# silence, so each row's output depends on the other rows. ReduceMax, ReduceMin and ReduceSum read
+# that input.
+#
+# candle-onnx 0.11.1, on a CPU, 2026-11-29. Exits non-zero if this changes.
+# Needs pip, for the protocol compiler that candle-onnx is built with.
+# FINDINGS_TARGET_DIR may name a folder for builds that several of these scripts share.
 set -euo pipefail
 project=$(mktemp -d)
 trap 'rm -rf "$project"' EXIT

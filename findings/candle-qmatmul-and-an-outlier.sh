@@ -5,8 +5,9 @@
 # so the output is the input. Seen: the input is quantized too, to 8 bits in blocks of 32 with one
 # scale: beside 1000 the step is 7.9, and 1 becomes 0. Activations of trained transformers have
 # such outliers. In other blocks the error is about half a per cent.
-# candle-core 0.11.1, on a CPU, 2026-11-29. Exits non-zero if this changes. FINDINGS_TARGET_DIR
-# may name a folder for builds that several of these scripts share.
+#
+# candle-core 0.11.1, on a CPU, 2026-11-29. Exits non-zero if this changes.
+# FINDINGS_TARGET_DIR may name a folder for builds that several of these scripts share.
 set -euo pipefail
 project=$(mktemp -d)
 trap 'rm -rf "$project"' EXIT

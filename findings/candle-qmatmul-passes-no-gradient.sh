@@ -5,6 +5,7 @@
 # adapters below, or the backward fails. Seen: QMatMul computes without recording itself, so the
 # backward succeeds and the variable below has no gradient. Through a residual beside the layer a
 # part of it arrives, which looks like training.
+#
 # candle-core and candle-nn 0.11.1, on a CPU, 2026-11-29. Exits non-zero if this changes.
 # FINDINGS_TARGET_DIR may name a folder for builds that several of these scripts share.
 set -euo pipefail

@@ -5,6 +5,7 @@
 # one or in chunks. Seen: one by one it sees 4 keys. In a prompt of 8 tokens it sees 5, because
 # the mask lets in one more than the window. In a chunk of 2 after 4 it sees 3, because the
 # chunk's second token has already overwritten the key of token 1.
+#
 # candle-core and candle-nn 0.11.1, on a CPU, 2026-11-29. Exits non-zero if this changes.
 # FINDINGS_TARGET_DIR may name a folder for builds that several of these scripts share.
 set -euo pipefail

@@ -3,8 +3,9 @@
 #
 # Expected: scatter overwrites elements of its target, whose gradient is therefore 0 there;
 # scatter_add adds to them, so the gradient is 1 everywhere. Seen: the reverse.
-# candle-core 0.11.1, on a CPU, 2026-11-29. Exits non-zero if this changes. FINDINGS_TARGET_DIR
-# may name a folder for builds that several of these scripts share.
+#
+# candle-core 0.11.1, on a CPU, 2026-11-29. Exits non-zero if this changes.
+# FINDINGS_TARGET_DIR may name a folder for builds that several of these scripts share.
 set -euo pipefail
 project=$(mktemp -d)
 trap 'rm -rf "$project"' EXIT

@@ -6,6 +6,7 @@
 # The backward of a quotient divides by the square of the divisor, here the sum of exponentials,
 # which overflows f16 from 256 on; the term is lost, and the maximum that softmax subtracts gets
 # the negative of what is missing.
+#
 # candle-core and candle-nn 0.11.1, on a CPU, 2026-11-29. Exits non-zero if this changes.
 # FINDINGS_TARGET_DIR may name a folder for builds that several of these scripts share.
 set -euo pipefail

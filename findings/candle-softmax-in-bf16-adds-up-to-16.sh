@@ -5,6 +5,7 @@
 # of the scores, where 256 + 1 is 256 (bf16) and 2048 + 1 is 2048 (f16), so each weight is 1/256
 # or 1/2048. The fused softmax_last_dim does the same. For the same reason the cross-entropy of
 # equal logits over 32,000 classes is 5.5 and 7.6, and not ln 32,000 = 10.4.
+#
 # candle-core and candle-nn 0.11.1, on a CPU, 2026-11-29. Exits non-zero if this changes.
 # FINDINGS_TARGET_DIR may name a folder for builds that several of these scripts share.
 set -euo pipefail

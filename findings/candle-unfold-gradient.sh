@@ -5,8 +5,9 @@
 # gradient of an element is that of its place in the windows. Seen: gradients are handed back in
 # the order of the windows, as by a reshape; four of the eight are at another element. (Windows
 # that overlap are an error in the backward.)
-# candle-core 0.11.1, on a CPU, 2026-11-29. Exits non-zero if this changes. FINDINGS_TARGET_DIR
-# may name a folder for builds that several of these scripts share.
+#
+# candle-core 0.11.1, on a CPU, 2026-11-29. Exits non-zero if this changes.
+# FINDINGS_TARGET_DIR may name a folder for builds that several of these scripts share.
 set -euo pipefail
 project=$(mktemp -d)
 trap 'rm -rf "$project"' EXIT

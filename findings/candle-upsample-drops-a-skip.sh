@@ -4,8 +4,9 @@
 # Expected: a loss of Σ upsample(x) + Σ x repeated twice in each direction has a gradient of 4 + 4
 # at each element. Seen: 4, because the backward of the upsampling sets the gradient where all
 # others add to it. Which one is lost depends on the order of the two terms in the graph.
-# candle-core 0.11.1, on a CPU, 2026-11-29. Exits non-zero if this changes. FINDINGS_TARGET_DIR
-# may name a folder for builds that several of these scripts share.
+#
+# candle-core 0.11.1, on a CPU, 2026-11-29. Exits non-zero if this changes.
+# FINDINGS_TARGET_DIR may name a folder for builds that several of these scripts share.
 set -euo pipefail
 project=$(mktemp -d)
 trap 'rm -rf "$project"' EXIT

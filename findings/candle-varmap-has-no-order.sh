@@ -4,6 +4,7 @@
 # Expected: all_vars lists variables in the order in which a model makes them, as PyTorch's
 # parameters() does, so that an optimizer's state can be saved by position. Seen: the order is
 # that of a hash map, which is random in each map, in one process too.
+#
 # candle-core and candle-nn 0.11.1, on a CPU, 2026-11-29. Exits non-zero if this changes.
 # FINDINGS_TARGET_DIR may name a folder for builds that several of these scripts share.
 set -euo pipefail

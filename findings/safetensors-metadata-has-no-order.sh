@@ -5,8 +5,9 @@
 # changed. Seen: the tensors are sorted, but the metadata is written in the order of a hash map,
 # which is random in each map: eight files of equal contents have up to eight different bytes.
 # Without metadata, or with one entry, they are equal.
-# safetensors 0.8.0, on a CPU, 2026-11-29. Exits non-zero if this changes. FINDINGS_TARGET_DIR may
-# name a folder for builds that several of these scripts share.
+#
+# safetensors 0.8.0, on a CPU, 2026-11-29. Exits non-zero if this changes.
+# FINDINGS_TARGET_DIR may name a folder for builds that several of these scripts share.
 set -euo pipefail
 project=$(mktemp -d)
 trap 'rm -rf "$project"' EXIT
