@@ -353,6 +353,25 @@ mod tests {
         Ok(())
     }
 
+    /// Whatever the weights are: of each of a hundred models, candle's file is found wrong, and the
+    /// port right.
+    #[test]
+    #[ignore = "takes minutes: the weekly run has it"]
+    fn a_hundred_seeds() -> Result<()> {
+        for seed in 0..100 {
+            for model in MODELS {
+                let name = model.name;
+                let [_, none, wrong] = Run::new(model.candles, DType::F32, seed)?.count()?;
+                assert!(wrong > none, "{name}, {seed}: {wrong}");
+                for &dtype in dtypes(&model) {
+                    let [_, _, wrong] = Run::new(model.ours, dtype, seed)?.count()?;
+                    assert_eq!(wrong, 0, "{name} in {dtype:?}, {seed}");
+                }
+            }
+        }
+        Ok(())
+    }
+
     #[test]
     fn ported_files_have_right_gradients() -> Result<()> {
         for model in MODELS {
