@@ -139,6 +139,16 @@ fn says(message: &str, parts: &[&str]) {
     assert!(parts.iter().all(|part| message.contains(part)), "{message}");
 }
 
+/// nvcc writes the size of a warp as a constant of the language. (Seen: candle's softmax of f16.)
+#[test]
+fn the_size_of_a_warp_is_a_constant() {
+    let size = buffer(&[0u32; 32]);
+    let body = "mov.u32 %r0, WARP_SZ;\nmul.wide.u32 %rd1, %i, 4;\nadd.s64 %rd1, %rd0, %rd1;\n\
+                add.s32 %r0, %r0, %i;\nst.global.u32 [%rd1], %r0;";
+    ok(&plain(body), 32, &[size.address()]);
+    assert_eq!(size.read(), (32..64).collect::<Vec<u32>>());
+}
+
 /// Cases that `exact` cannot test: registers wider than a type, numbers in the text, results that
 /// the manual leaves to the machine.
 #[test]

@@ -759,8 +759,11 @@ fn fits(register: Register, bits: u8) -> Option<u16> {
     fits.then_some(register.number)
 }
 
-/// The index of a thread or block, or the size of either, as in `%tid.x`.
+/// The index of a thread or block, or the size of either, as in `%tid.x`, or the size of a warp.
 fn special(name: &str) -> Option<Value> {
+    if name == "WARP_SZ" {
+        return Some(Value::Bits(32));
+    }
     let (name, axis) = name.strip_prefix('%')?.split_once('.')?;
     let axis = ["x", "y", "z"].iter().position(|one| *one == axis)? as u8;
     Some(match name {
