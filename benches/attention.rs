@@ -17,15 +17,14 @@
 //! - `fused`: candle_nn's functions of these names, which record no backward.
 //! - `slow`: candle_nn's `ops::softmax` and `rotary_emb::rope_slow`.
 
-#[cfg(feature = "cuda")]
-#[path = "common/gpu.rs"]
-mod gpu;
+#[path = "common/places.rs"]
+mod places;
 
 use candle::{D, DType, Device, Result, Tensor, Var};
 use candle_nn::rotary_emb;
 use candle_powernorm::ops;
 use criterion::{Criterion, Throughput};
-use rayon::{ThreadPool, ThreadPoolBuilder};
+use places::Place;
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
@@ -133,48 +132,26 @@ impl Arena {
     }
 }
 
-/// A device, its name in ids, and the threads of a CPU.
-type Place = (String, Device, Option<ThreadPool>);
-
-fn places() -> Vec<Place> {
-    let cpu = |threads| {
-        let pool = ThreadPoolBuilder::new().num_threads(threads).build();
-        (
-            format!("t{threads}"),
-            Device::Cpu,
-            Some(pool.expect("a thread pool")),
-        )
-    };
-    #[cfg_attr(not(feature = "cuda"), allow(unused_mut))]
-    let mut places = vec![cpu(1), cpu(2)];
-    #[cfg(feature = "cuda")]
-    places.push(("cuda".into(), gpu::queue(), None));
-    places
-}
-
-fn bench(criterion: &mut Criterion, time: usize) -> Result<()> {
+fn bench(criterion: &mut Criterion, is_test: bool) -> Result<()> {
+    let time = if is_test { TIME_OF_A_TEST } else { TIME };
     let functions = [("softmax", Function::Softmax), ("rope", Function::Rope)];
-    for (place, device, pool) in places() {
+    for place in Place::all() {
         for dtype in [DType::F32, DType::BF16] {
             for (function_name, function) in functions {
-                let arena = Arena::new(function, time, dtype, &device)?;
+                let arena = Arena::new(function, time, dtype, &place.device)?;
                 for (pass, arrays) in [("attention_forward", 2), ("attention_step", 5)] {
                     for (name, contender) in Contender::ALL {
                         let step = pass == "attention_step";
                         if step && contender == Contender::Fused {
                             continue;
                         }
-                        let id = format!("{name}/{function_name}/{}/{place}", dtype.as_str());
+                        let id =
+                            format!("{name}/{function_name}/{}/{}", dtype.as_str(), place.name);
                         let mut group = criterion.benchmark_group(pass);
                         group.throughput(Throughput::Bytes((arrays * arena.bytes()) as u64));
                         group.bench_function(id, |bencher| {
-                            let mut sample = || {
-                                bencher.iter_custom(|n| arena.time(contender, step, n).unwrap());
-                            };
-                            match &pool {
-                                Some(pool) => pool.install(sample),
-                                None => sample(),
-                            }
+                            let passes = |n| arena.time(contender, step, n).unwrap();
+                            place.run(bencher, passes);
                         });
                         group.finish();
                     }
@@ -186,19 +163,5 @@ fn bench(criterion: &mut Criterion, time: usize) -> Result<()> {
 }
 
 fn main() -> Result<()> {
-    // candle reads it when its pool starts.
-    if std::env::var_os("CANDLE_NUM_THREADS").is_none() {
-        // SAFETY: no other thread runs yet that could read the environment.
-        unsafe { std::env::set_var("CANDLE_NUM_THREADS", "1") };
-    }
-    let is_test = std::env::args().any(|arg| arg == "--test");
-    let time = if is_test { TIME_OF_A_TEST } else { TIME };
-    let mut criterion = Criterion::default()
-        .sample_size(10)
-        .warm_up_time(Duration::from_millis(300))
-        .measurement_time(Duration::from_secs(1))
-        .configure_from_args();
-    bench(&mut criterion, time)?;
-    criterion.final_summary();
-    Ok(())
+    places::main(bench)
 }

@@ -28,15 +28,14 @@
 
 #[path = "common/copies.rs"]
 mod copies;
-#[cfg(feature = "cuda")]
-#[path = "common/gpu.rs"]
-mod gpu;
+#[path = "common/places.rs"]
+mod places;
 
 use candle::{DType, Device, Module, Result, Tensor, Var};
 use candle_nn::ops;
 use candle_powernorm::RmsNorm;
 use criterion::{Criterion, Throughput};
-use rayon::{ThreadPool, ThreadPoolBuilder};
+use places::Place;
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
@@ -168,27 +167,12 @@ fn queries(projected: &Tensor, width: usize) -> Result<Tensor> {
     heads.transpose(1, 2)?.narrow(1, 0, HEADS)
 }
 
-/// A device, its name in ids, and the threads of a CPU.
-type Place = (String, Device, Option<ThreadPool>);
-
-fn places() -> Vec<Place> {
-    let pool = |threads| ThreadPoolBuilder::new().num_threads(threads).build();
-    let cpu = |threads| {
-        let pool = pool(threads).expect("a thread pool");
-        (format!("t{threads}"), Device::Cpu, Some(pool))
-    };
-    #[cfg_attr(not(feature = "cuda"), allow(unused_mut))]
-    let mut places = vec![cpu(1), cpu(2)];
-    #[cfg(feature = "cuda")]
-    places.push(("cuda".into(), gpu::queue(), None));
-    places
-}
-
-fn bench(criterion: &mut Criterion, time: usize) -> Result<()> {
-    for (place, device, pool) in places() {
+fn bench(criterion: &mut Criterion, is_test: bool) -> Result<()> {
+    let time = if is_test { TIME_OF_A_TEST } else { TIME };
+    for place in Place::all() {
         for dtype in [DType::F32, DType::BF16] {
             for width in WIDTHS {
-                let arena = Arena::new(time, width, dtype, &device)?;
+                let arena = Arena::new(time, width, dtype, &place.device)?;
                 for (pass, arrays) in [("heads_forward", 2), ("heads_step", 5)] {
                     for (name, contender) in Contender::ALL {
                         let step = pass == "heads_step";
@@ -196,17 +180,12 @@ fn bench(criterion: &mut Criterion, time: usize) -> Result<()> {
                             continue;
                         }
                         let rows = BATCH * HEADS * time;
-                        let id = format!("{name}/{}/{rows}x{width}/{place}", dtype.as_str());
+                        let id = format!("{name}/{}/{rows}x{width}/{}", dtype.as_str(), place.name);
                         let mut group = criterion.benchmark_group(pass);
                         group.throughput(Throughput::Bytes((arrays * arena.bytes()) as u64));
                         group.bench_function(id, |bencher| {
-                            let mut sample = || {
-                                bencher.iter_custom(|n| arena.time(contender, step, n).unwrap());
-                            };
-                            match &pool {
-                                Some(pool) => pool.install(sample),
-                                None => sample(),
-                            }
+                            let passes = |n| arena.time(contender, step, n).unwrap();
+                            place.run(bencher, passes);
                         });
                         group.finish();
                     }
@@ -218,19 +197,5 @@ fn bench(criterion: &mut Criterion, time: usize) -> Result<()> {
 }
 
 fn main() -> Result<()> {
-    // candle reads it when its pool starts.
-    if std::env::var_os("CANDLE_NUM_THREADS").is_none() {
-        // SAFETY: no other thread runs yet that could read the environment.
-        unsafe { std::env::set_var("CANDLE_NUM_THREADS", "1") };
-    }
-    let is_test = std::env::args().any(|arg| arg == "--test");
-    let time = if is_test { TIME_OF_A_TEST } else { TIME };
-    let mut criterion = Criterion::default()
-        .sample_size(10)
-        .warm_up_time(Duration::from_millis(300))
-        .measurement_time(Duration::from_secs(1))
-        .configure_from_args();
-    bench(&mut criterion, time)?;
-    criterion.final_summary();
-    Ok(())
+    places::main(bench)
 }

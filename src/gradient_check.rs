@@ -82,10 +82,10 @@ const WRONG: f64 = 0.02;
 /// beyond the measurement's own error, and does so along a second set of directions too. The
 /// directions are the same in every call.
 ///
-/// The check is made not at the present values but close by, at a distance of 1/32 of each
-/// variable's root mean square, because the present ones may be special: on the kink of a ReLU, at a
-/// minimum of the loss, or 0, as LoRA's B is at first, which hides what is wrong before it. If the
-/// loss is not finite there, the present values are used.
+/// The check is made close to the present values, at a distance of 1/32 of each variable's root mean
+/// square. The present values may be special: on the kink of a ReLU, or at a minimum of the loss. Or
+/// they are 0, as LoRA's B is at first, which hides what is wrong before it. If the loss is not
+/// finite close by, the present values are used.
 ///
 /// The variables are those of [`trainable_vars`](crate::trainable_vars). One whose gradient and
 /// measured derivative are both 0 within rounding is right, such as one that the loss does not use,

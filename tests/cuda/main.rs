@@ -7,6 +7,7 @@ mod common;
 mod devices;
 
 mod arguments;
+mod candle_traps;
 mod edges;
 mod handles;
 mod kernels;
