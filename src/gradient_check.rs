@@ -75,8 +75,8 @@ const WRONG: f64 = 0.02;
 ///
 /// Along a direction d the loss changes at the rate `g · d` if g is its gradient, and at the rate
 /// `(L(w + h d) − L(w − h d)) / 2h` as measured, with an error of the order of h². The variables are
-/// first tried in groups of up to eight, along random directions, and those of a group that differs
-/// one by one, along random directions and along the gradient. h begins at 1/64 of each variable's
+/// first tried in groups of up to eight, along random directions and along their gradients, and those
+/// of a group that differs one by one, along random directions and along the gradient. h begins at 1/64 of each variable's
 /// root mean square and falls until truncation and rounding are small. A gradient counts as wrong if
 /// it differs from what is measured by more than 2 %, in root mean square over the directions,
 /// beyond the measurement's own error, and does so along a second set of directions too. The
@@ -124,7 +124,7 @@ const WRONG: f64 = 0.02;
 ///
 /// # Cost
 ///
-/// A backward and some 12 forwards, then 12 or more forwards for each group of variables if all is
+/// A backward and some 12 forwards, then 16 or more forwards for each group of variables if all is
 /// right, and 20 to 100 for each variable of a group in which one is wrong. Beside two copies of all
 /// variables, their values and gradients are held in `F64` on the host.
 ///
@@ -697,16 +697,22 @@ fn candidates(vars: &[(String, Var)], gradients: Option<&GradStore>) -> Result<V
 }
 
 /// `true` if a variable of `group` may have a wrong gradient.
+///
+/// The random directions show whatever the error of the gradients is. But they may all lie across
+/// the gradients, where a wrong factor does not show, so the last one goes along them.
 fn is_suspect<F>(model: &mut Model<F>, group: &[Candidate]) -> Result<bool>
 where
     F: FnMut() -> Result<Tensor>,
 {
     let magnitude = root_of_squares(group.iter().map(Candidate::magnitude));
-    for draw in 0..DRAWS {
-        let directions: Vec<_> = group.iter().map(|one| one.direction(draw)).collect();
+    let along = (magnitude > 0.).then(|| group.iter().map(Candidate::ascent).collect());
+    let random = |draw| group.iter().map(|one| one.direction(draw)).collect();
+    for directions in (0..DRAWS).map(random).chain(along) {
+        let directions: Vec<_> = directions;
         let derivative = model.derivative(group, &directions)?;
-        if derivative.difference() > SUSPECT * magnitude + derivative.error
-            || derivative.error > WRONG * magnitude && magnitude > 0.
+        let size = magnitude.max(derivative.gradient.abs());
+        if derivative.difference() > SUSPECT * size + derivative.error
+            || derivative.error > WRONG * size && magnitude > 0.
         {
             return Ok(true);
         }
