@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the Python program of docs/guide/runtimes.md on recorded PowerNorms and on a LayerNorm, and
-# compares what ONNX Runtime, tract, OpenVINO and onnx's reference evaluator make of the graphs.
-# Needs Python and a package registry; the weekly workflow runs it.
+# compares what ONNX Runtime, tract, rten, OpenVINO and onnx's reference evaluator make of the
+# graphs. Needs Python, cargo and their registries; the weekly workflow runs it.
 set -euo pipefail
 
 cd "$(dirname "$0")/.."
@@ -9,8 +9,35 @@ dir=$(mktemp -d)
 trap 'rm -rf "$dir"' EXIT
 python3 -m pip install --quiet --no-compile --target "$dir/lib" numpy==2.4.6 safetensors==0.8.0 \
   onnx==1.23.2 onnxruntime==1.32.0 openvino==2026.4.1 tract==0.23.9
-PYTHONPATH="$dir/lib" python3 - "$dir/model.onnx" <<'EOF'
+
+# rten has no Python package, so this builds a program that runs a model on standard input.
+cargo init --quiet --vcs none --edition 2024 --name rten-run "$dir/rten"
+cat >"$dir/rten/src/main.rs" <<'EOF'
+use rten_tensor::prelude::*;
+use std::io::{Read, Write};
+
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let arguments: Vec<String> = std::env::args().collect();
+    let shape = arguments[2..].iter().map(|n| n.parse()).collect::<Result<Vec<usize>, _>>()?;
+    let mut bytes = Vec::new();
+    std::io::stdin().read_to_end(&mut bytes)?;
+    let numbers = bytes.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap()));
+    let x = rten_tensor::Tensor::from_data(&shape, numbers.collect::<Vec<_>>());
+    let y = rten::Model::load_file(&arguments[1])?.run_one(x.view().into(), None)?;
+    let y: rten_tensor::Tensor<f32> = y.try_into()?;
+    let bytes: Vec<u8> = y.iter().flat_map(|number| number.to_le_bytes()).collect();
+    Ok(std::io::stdout().write_all(&bytes)?)
+}
+EOF
+cd "$dir/rten"
+cargo add --quiet rten@=0.27.0 rten-tensor@=0.27.0
+CARGO_PROFILE_DEV_DEBUG=false cargo build --quiet --target-dir target
+cd - >/dev/null
+
+RTEN="$dir/rten/target/debug/rten-run" PYTHONPATH="$dir/lib" python3 - "$dir/model.onnx" <<'EOF'
+import os
 import re
+import subprocess
 import sys
 import warnings
 
@@ -44,11 +71,20 @@ def open_vino(x):
     return core.compile_model(core.read_model(PATH), "CPU")([x])[0]
 
 
+def rten(x):
+    """Models of half run in f32 in rten, with inputs and outputs of f32."""
+    command = [os.environ["RTEN"], PATH, *map(str, x.shape)]
+    numbers = x.astype(np.float32).tobytes()
+    y = subprocess.run(command, input=numbers, check=True, stdout=subprocess.PIPE).stdout
+    return np.frombuffer(y, np.float32).reshape(x.shape).astype(x.dtype)
+
+
 LEVELS = ort.GraphOptimizationLevel
 RUNTIMES = {
     "ONNX Runtime, not optimized": onnx_runtime(LEVELS.ORT_DISABLE_ALL),
     "OpenVINO": open_vino,
     "tract": lambda x: tract.onnx().load(PATH).into_model().into_runnable().run([x])[0].to_numpy(),
+    "rten": rten,
     "reference": lambda x: reference.ReferenceEvaluator(PATH).run(None, {"x": x})[0],
     "ONNX Runtime": onnx_runtime(LEVELS.ORT_ENABLE_ALL),  # last: its graph is looked at
 }
