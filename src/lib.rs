@@ -150,6 +150,7 @@ macro_rules! links {
          [checkpoints]: crate::guide::checkpoints\n\
          [choosing]: crate::guide::choosing\n\
          [coming-from]: crate::guide::coming_from\n\
+         [compare]: crate::guide::compare\n\
          [exactly]: crate::guide::checkpoints\
          #from-layernorm-to-rmsnorm-and-powernorm-exactly\n\
          [folding]: crate::guide::inference#folding\n\
@@ -201,6 +202,9 @@ pub mod guide {
     pages! {
         /// PowerNorm, RMSNorm or LayerNorm, with what was measured.
         choosing: "choosing",
+        /// Comparison with candle-nn, candle's open pull requests, other crates, burn, and PyTorch
+        /// with Liger: facts and versions.
+        compare: "compare",
         /// Training: a whole program, `Mode`, settings, short runs, and what a step changes.
         training: "training",
         /// Porting: an existing model, the edits for `LayerNorm` and `RmsNorm`, and PyTorch's
