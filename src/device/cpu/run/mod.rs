@@ -225,7 +225,7 @@ chunks! {
 }
 
 /// Elements of a chunk, whose work must outweigh the cost of passing it to a thread.
-const CHUNK: usize = 1 << 16;
+pub(super) const CHUNK: usize = 1 << 16;
 
 /// Rows that a chunk adds up in a subtotal, before it adds the subtotal to its sums.
 const SUBTOTAL_ROWS: usize = 512;
@@ -284,19 +284,24 @@ fn run_chunks<T: Element>(
             sums: sums_of_chunks.next().unwrap_or_default(),
         })
         .collect();
-    // A single thread of rayon's gains nothing over this one. In a process that was forked it is
-    // gone, and a wait for it never ends.
-    if len * cols <= SERIAL || rayon::current_num_threads() == 1 {
-        chunks.into_iter().for_each(run_chunk);
-    } else {
-        chunks.into_par_iter().for_each(run_chunk);
-    }
+    on_threads(len * cols, chunks, run_chunk);
     drop((parts_of_y, parts_of_residual_out));
     let written = Written {
         y: y.map(Output::finish),
         residual_out: residual_out.map(Output::finish),
     };
     (written, add_chunks(&sums, width))
+}
+
+/// Runs chunks of `len` elements in all, on rayon's threads unless they are too few.
+pub(super) fn on_threads<C: Send>(len: usize, chunks: Vec<C>, run_chunk: impl Fn(C) + Sync + Send) {
+    // A single thread of rayon's gains nothing over this one. In a process that was forked it is
+    // gone, and a wait for it never ends.
+    if len <= SERIAL || rayon::current_num_threads() == 1 {
+        chunks.into_iter().for_each(run_chunk);
+    } else {
+        chunks.into_par_iter().for_each(run_chunk);
+    }
 }
 
 /// The column sums of all chunks, added first to last.
