@@ -41,10 +41,11 @@
 //! last, so that results below the normal numbers are rounded once. A NaN is not limited.
 
 use super::convert::{Accumulator, Element, MOST_COLUMNS};
-use super::layout::{on_cpu, packed};
-use super::row::output::{Output, Part, RowWriter, Stores};
+use super::layout::{Matrix, Rows, on_cpu, packed};
+use super::row::output::{Part, RowWriter};
 use super::row::vectors::{Lanes, Span};
-use super::run::{CHUNK, on_threads};
+use super::run::run_chunks;
+use crate::device::pass::RowNorm;
 use candle::{DType, Result, Tensor};
 use half::{bf16, f16};
 use num_traits::Zero;
@@ -71,21 +72,27 @@ fn gelu_of<T: Activations, const N: usize>(arrays: [&Tensor; N]) -> Result<Tenso
     for (values, (storage, layout)) in values.iter_mut().zip(&storages) {
         *values = packed(on_cpu(storage)?, layout)?;
     }
-    let len = values[0].len();
-    let mut output = Output::new(len, CHUNK, Stores::Cached);
-    let chunks: Vec<_> = (output.parts().enumerate())
-        .map(|(i, part)| Chunk {
-            arrays: values.map(|array| &array[i * CHUNK..len.min((i + 1) * CHUNK)]),
-            output: part,
-        })
-        .collect();
-    on_threads(len, chunks, T::run);
-    Tensor::from_vec(output.finish(), arrays[0].shape(), arrays[0].device())
+    // Elements are rows of one column here.
+    let rows = Rows {
+        x: Matrix::packed(values[0].len(), 1, values[0]),
+        residual: None,
+        keep: None,
+        norm: RowNorm::None,
+        sums_all: false,
+    };
+    let (written, _) = run_chunks(&rows, true, 0, &|chunk| {
+        let arrays = values.map(|array| &array[chunk.range.clone()]);
+        if let Some(output) = chunk.output {
+            T::run(Elements { arrays, output });
+        }
+    });
+    let y = written.y.unwrap_or_default();
+    Tensor::from_vec(y, arrays[0].shape(), arrays[0].device())
 }
 
 /// An [`Element`] with the functions of a chunk, which pick a level.
 trait Activations: Element {
-    fn run<const N: usize>(chunk: Chunk<Self, N>);
+    fn run<const N: usize>(chunk: Elements<Self, N>);
 }
 
 /// Implements [`Activations`], with a module for each dtype, which is a codegen unit as those of
@@ -93,24 +100,24 @@ trait Activations: Element {
 macro_rules! activations {
     ($($module:ident: $dtype:ty,)*) => {$(
         mod $module {
-            use super::{Activations, CHUNK, Chunk};
+            use super::{Activations, Elements, MOST_COLUMNS};
             use crate::device::cpu::run::level::vectorize;
 
             #[inline(never)]
-            fn forward(chunk: Chunk<$dtype, 1>) {
-                vectorize::<$dtype, _>(CHUNK, chunk);
+            fn forward(chunk: Elements<$dtype, 1>) {
+                vectorize::<$dtype, _>(MOST_COLUMNS, chunk);
             }
 
             #[inline(never)]
-            fn backward(chunk: Chunk<$dtype, 2>) {
-                vectorize::<$dtype, _>(CHUNK, chunk);
+            fn backward(chunk: Elements<$dtype, 2>) {
+                vectorize::<$dtype, _>(MOST_COLUMNS, chunk);
             }
 
             impl Activations for $dtype {
-                fn run<const N: usize>(Chunk { arrays, output }: Chunk<Self, N>) {
+                fn run<const N: usize>(Elements { arrays, output }: Elements<Self, N>) {
                     match *arrays.as_slice() {
-                        [x] => forward(Chunk { arrays: [x], output }),
-                        [x, dy] => backward(Chunk { arrays: [x, dy], output }),
+                        [x] => forward(Elements { arrays: [x], output }),
+                        [x, dy] => backward(Elements { arrays: [x, dy], output }),
                         _ => unreachable!("a pass has x, and dy in a backward"),
                     }
                 }
@@ -128,52 +135,56 @@ activations! {
 
 /// Adjacent elements, with their part of the output, to be run at a level: x alone for a forward, x
 /// and dy for a backward.
-struct Chunk<'a, 'b, T, const N: usize> {
+struct Elements<'a, 'b, T, const N: usize> {
     arrays: [&'a [T]; N],
     output: Part<'b, T>,
 }
 
-impl<T: Element, const N: usize> WithSimd for Chunk<'_, '_, T, N> {
+impl<T: Element, const N: usize> WithSimd for Elements<'_, '_, T, N> {
     type Output = ();
 
+    // `map` of an array would not be inlined, and run in the instructions of the baseline.
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
         let Self { arrays, output } = self;
         let len = arrays[0].len();
-        let arrays = arrays.map(|array| &array[..len]);
         let gelu = Gelu::<T::Acc>::new();
         let mut output = RowWriter::new(output);
         let mut row = output.row::<false>(len);
-        loop {
+        while row.len() < len {
             let at = Span::<S, T::Acc, UNROLL>::new(simd, row.len());
-            if at.end() > len {
-                break;
+            let rest = len - row.len();
+            let is_whole = at.width() <= rest;
+            let first = Span::<S, T::Acc, UNROLL>::new(simd, 0);
+            let mut lanes = [at.zero(); N];
+            for (lanes, array) in lanes.iter_mut().zip(&arrays) {
+                if is_whole {
+                    *lanes = at.load(array);
+                } else {
+                    // The last elements are a part of vectors, so that the bits of a result do not
+                    // depend on its place.
+                    let mut padded = [T::from_f64(0.); MOST_COLUMNS];
+                    padded[..rest].copy_from_slice(&array[row.len()..]);
+                    *lanes = first.load(&padded);
+                }
             }
-            row.push(gelu.apply(at, arrays.map(|array| at.load(array))));
-        }
-        // The last elements, as vectors too, so that the bits of a result do not depend on its
-        // place.
-        let start = row.len();
-        let mut last = [[T::Acc::zero(); MOST_COLUMNS]; N];
-        for (last, array) in last.iter_mut().zip(arrays) {
-            for (last, value) in last.iter_mut().zip(&array[start..]) {
-                *last = value.widen();
+            let lanes = gelu.apply(at, lanes);
+            if is_whole {
+                row.push(lanes);
+            } else {
+                let mut values = [T::Acc::zero(); MOST_COLUMNS];
+                first.store(lanes, &mut values);
+                for i in 0..rest {
+                    row.push(Span::<_, T::Acc, 1>::new(pulp::Scalar, i).load(&values));
+                }
             }
-        }
-        let at = Span::<S, T::Acc, UNROLL>::new(simd, 0);
-        at.store(
-            gelu.apply(at, last.each_ref().map(|last| at.load(last))),
-            &mut last[0],
-        );
-        for i in 0..len - start {
-            row.push(Span::<_, T::Acc, 1>::new(pulp::Scalar, i).load(&last[0]));
         }
         row.end();
     }
 }
 
-/// Vectors that are computed side by side.
-const UNROLL: usize = 1;
+/// Vectors that are computed side by side, because each waits for its own results most of the time.
+const UNROLL: usize = 4;
 
 /// The most terms of a Taylor polynomial here.
 const MOST_TERMS: usize = 14;
@@ -236,9 +247,18 @@ struct Gelu<A> {
     minus_beta: A,
     /// 2 √(2/π), and 3β: v′ is their sum, the second multiplied by z².
     slope: [A; 2],
-    /// 1/k!, the highest k first.
+    half: A,
+    /// 1/k!.
     coefficients: [A; MOST_TERMS],
-    terms: usize,
+}
+
+/// `value`, rounded to a multiple of the last place of `rounder`, a far larger number.
+#[inline(always)]
+fn round<S: Simd, A: Accumulator, const K: usize>(
+    value: Lanes<S, A, K>,
+    rounder: Lanes<S, A, K>,
+) -> Lanes<S, A, K> {
+    (value + rounder) - rounder
 }
 
 /// `exp(−|v|) = mantissa · powers[0] · powers[1]` of z = |x|, limited.
@@ -266,13 +286,12 @@ impl<A: Accumulator> Gelu<A> {
             most,
             z_bits,
             square_bits,
-            terms,
             ..
         } = precision;
         let rounder = |bits| A::from_f64(precision.rounder(bits));
         let mut coefficients = [A::one(); MOST_TERMS];
-        for k in (0..terms - 1).rev() {
-            coefficients[k] = coefficients[k + 1] / A::from_f64((terms - 1 - k) as f64);
+        for k in 1..MOST_TERMS {
+            coefficients[k] = coefficients[k - 1] / A::from_f64(k as f64);
         }
         Self {
             most: A::from_f64(most),
@@ -284,8 +303,8 @@ impl<A: Accumulator> Gelu<A> {
             per_step: A::from_f64(-1. / STEP[0]),
             minus_beta: A::from_f64(-BETA),
             slope: [ALPHA, 3. * BETA].map(A::from_f64),
+            half: A::from_f64(0.5),
             coefficients,
-            terms,
         }
     }
 
@@ -303,21 +322,20 @@ impl<A: Accumulator> Gelu<A> {
             powers,
         } = self.exponential(at, x);
         let (zero, one) = (at.zero(), at.splat(A::one()));
-        let if_negative = |then, otherwise| x.select_less(zero, then, otherwise);
         let e = mantissa * powers[0] * powers[1];
         match arrays.get(1) {
             None => {
                 let of_negative = (zero - z) * mantissa * powers[0] * powers[1];
-                if_negative(of_negative, x) / (one + e)
+                x.select_less(zero, of_negative, x) / (one + e)
             }
             Some(&dy) => {
                 let inverse = one / (one + e);
                 let slope = (z * z).mul_add(at.splat(self.slope[1]), at.splat(self.slope[0]));
                 // σ(−v), with the sign of x.
-                let other = if_negative(zero - inverse, e * inverse);
+                let other = x.select_less(zero, zero - inverse, e * inverse);
                 let slope = (z * slope).mul_add(other, one) * inverse;
-                let slope = slope * if_negative(mantissa * powers[0], one);
-                slope * if_negative(powers[1], one) * dy
+                let slope = slope * x.select_less(zero, mantissa * powers[0], one);
+                slope * x.select_less(zero, powers[1], one) * dy
             }
         }
     }
@@ -328,34 +346,32 @@ impl<A: Accumulator> Gelu<A> {
         at: Span<S, A, K>,
         x: Lanes<S, A, K>,
     ) -> Exponential<Lanes<S, A, K>> {
-        let round =
-            |value: Lanes<S, A, K>, rounder| (value + at.splat(rounder)) - at.splat(rounder);
         let z = x.select_less(at.zero(), at.zero() - x, x);
         let most = at.splat(self.most);
         let z = most.select_less(z, most, z);
         // z² + κ, of which `square` is exact.
-        let z_hi = round(z, self.round_z);
+        let z_hi = round(z, at.splat(self.round_z));
         let z_lo = z - z_hi;
         let square = z_hi * z_hi + at.splat(self.kappa[0]);
         let square_lo = z_lo.mul_add(z + z_hi, at.splat(self.kappa[1]));
         // v/β.
-        let square_hi = round(square, self.round_square);
+        let square_hi = round(square, at.splat(self.round_square));
         let product = z_hi * square_hi;
         let product_lo = z_hi * ((square - square_hi) + square_lo);
         let product_lo = z_lo.mul_add(square + square_lo, product_lo);
         // ρ.
-        let n = round(
-            (product + product_lo) * at.splat(self.per_step),
-            self.round_integer,
-        );
+        let round_integer = at.splat(self.round_integer);
+        let n = (product + product_lo) * at.splat(self.per_step);
+        let n = round(n, round_integer);
         let rest = n.mul_add(at.splat(self.step[0]), product);
         let rest = rest + n.mul_add(at.splat(self.step[1]), product_lo);
         let exponent = rest * at.splat(self.minus_beta);
-        let mut mantissa = at.splat(self.coefficients[0]);
-        for &coefficient in &self.coefficients[1..self.terms] {
-            mantissa = mantissa.mul_add(exponent, at.splat(coefficient));
+        let terms = const { Precision::of::<A>().terms };
+        let mut mantissa = at.splat(self.coefficients[terms - 1]);
+        for k in (0..terms - 1).rev() {
+            mantissa = mantissa.mul_add(exponent, at.splat(self.coefficients[k]));
         }
-        let half = round(n * at.splat(A::from_f64(0.5)), self.round_integer);
+        let half = round(n * at.splat(self.half), round_integer);
         let powers = [half.power_of_two(), (n - half).power_of_two()];
         Exponential {
             z,
@@ -368,6 +384,7 @@ impl<A: Accumulator> Gelu<A> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::device::cpu::row::output::{Output, Stores};
     use crate::device::cpu::run::level::Level;
 
     /// GELU of `[x]`, or its gradient of `[x, dy]`, at a level.
@@ -375,7 +392,7 @@ mod tests {
         let len = arrays[0].len();
         let mut output = Output::new(len, len, Stores::Cached);
         for output in output.parts() {
-            level.run(Chunk { arrays, output });
+            level.run(Elements { arrays, output });
         }
         output.finish()
     }

@@ -225,7 +225,7 @@ chunks! {
 }
 
 /// Elements of a chunk, whose work must outweigh the cost of passing it to a thread.
-pub(super) const CHUNK: usize = 1 << 16;
+const CHUNK: usize = 1 << 16;
 
 /// Rows that a chunk adds up in a subtotal, before it adds the subtotal to its sums.
 const SUBTOTAL_ROWS: usize = 512;
@@ -257,7 +257,7 @@ fn chunk_rows(rows: usize, cols: usize) -> usize {
 /// Cuts the rows into chunks, and calls `run_chunk` for each, on rayon's threads.
 ///
 /// `run_chunk` is a `dyn` function, so that this is compiled once for each dtype.
-fn run_chunks<T: Element>(
+pub(super) fn run_chunks<T: Element>(
     rows: &Rows<T>,
     has_output: bool,
     width: usize,
@@ -284,24 +284,19 @@ fn run_chunks<T: Element>(
             sums: sums_of_chunks.next().unwrap_or_default(),
         })
         .collect();
-    on_threads(len * cols, chunks, run_chunk);
+    // A single thread of rayon's gains nothing over this one. In a process that was forked it is
+    // gone, and a wait for it never ends.
+    if len * cols <= SERIAL || rayon::current_num_threads() == 1 {
+        chunks.into_iter().for_each(run_chunk);
+    } else {
+        chunks.into_par_iter().for_each(run_chunk);
+    }
     drop((parts_of_y, parts_of_residual_out));
     let written = Written {
         y: y.map(Output::finish),
         residual_out: residual_out.map(Output::finish),
     };
     (written, add_chunks(&sums, width))
-}
-
-/// Runs chunks of `len` elements in all, on rayon's threads unless they are too few.
-pub(super) fn on_threads<C: Send>(len: usize, chunks: Vec<C>, run_chunk: impl Fn(C) + Sync + Send) {
-    // A single thread of rayon's gains nothing over this one. In a process that was forked it is
-    // gone, and a wait for it never ends.
-    if len <= SERIAL || rayon::current_num_threads() == 1 {
-        chunks.into_iter().for_each(run_chunk);
-    } else {
-        chunks.into_par_iter().for_each(run_chunk);
-    }
 }
 
 /// The column sums of all chunks, added first to last.
@@ -318,8 +313,8 @@ fn add_chunks<A: Accumulator>(sums: &[A], width: usize) -> Vec<A> {
 /// A chunk of rows, with its parts of the outputs and its column sums. These are empty if no sums
 /// are wanted.
 pub(super) struct Chunk<'a, T: Element> {
-    range: Range<usize>,
-    output: Option<Part<'a, T>>,
+    pub range: Range<usize>,
+    pub output: Option<Part<'a, T>>,
     /// `x + residual`.
     residual_out: Option<Part<'a, T>>,
     sums: &'a mut [T::Acc],
