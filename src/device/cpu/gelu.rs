@@ -184,7 +184,7 @@ impl<T: Element, const N: usize> WithSimd for Elements<'_, '_, T, N> {
 }
 
 /// Vectors that are computed side by side, because each waits for its own results most of the time.
-/// With one, a forward took 1.7 times as long in f32 and five times in bf16
+/// With one, a forward took 1.8 times as long in f32 and four times in bf16
 /// (`benches/results/activation.md`).
 const UNROLL: usize = 4;
 
