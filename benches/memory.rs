@@ -90,7 +90,9 @@ fn main() -> Result<()> {
         let heads = Var::from_tensor(&heads.transpose(1, 2)?.contiguous()?.detach())?;
         let angles = Tensor::rand(0f32, 3., (8192, width / 2), &Device::Cpu)?.to_dtype(dtype)?;
         let (cos, sin) = (angles.cos()?, angles.sin()?);
-        let fused: [(&str, usize, Forward); 4] = [
+        let fused: [(&str, usize, Forward); 6] = [
+            ("`gelu`", 1, &|| ours::gelu(&xs)),
+            ("candle `gelu`", 1, &|| xs.gelu()),
             ("`softmax_last_dim`", 1, &|| ours::softmax_last_dim(scores)),
             ("candle `softmax`", 1, &|| ops::softmax(scores, 1)),
             ("`rope`, tables of 8192 positions", 1, &|| {

@@ -116,6 +116,17 @@ impl DeviceKind {
     }
 }
 
+/// GELU of `[x]`, or its gradient of `[x, dy]`, in one pass; `None` on a device where candle's
+/// operations are to compute it.
+pub(crate) fn gelu<const N: usize>(arrays: [&Tensor; N]) -> Result<Option<Tensor>> {
+    match arrays[0].device() {
+        device @ Device::Cpu if matches!(DeviceKind::of(device)?, DeviceKind::Cpu) => {
+            cpu::gelu(arrays).map(Some)
+        }
+        _ => Ok(None),
+    }
+}
+
 #[cfg(all(test, not(feature = "cuda")))]
 mod tests {
     use super::*;

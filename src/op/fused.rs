@@ -237,7 +237,7 @@ impl CustomOp3 for Rotate {
 }
 
 /// `tensor` in a backward: without its graph, unless candle keeps the graph of gradients.
-fn graph_of_gradients(tensor: &Tensor) -> Tensor {
+pub(super) fn graph_of_gradients(tensor: &Tensor) -> Tensor {
     match KEEPS_GRAPH_OF_GRADIENTS.with(|keeps| *keeps) {
         true => tensor.clone(),
         false => tensor.detach(),
@@ -245,9 +245,9 @@ fn graph_of_gradients(tensor: &Tensor) -> Tensor {
 }
 
 impl Computed {
-    /// The output that a function of candle has just returned, of which there is no other tensor.
+    /// The output that a function has just returned, of which there is no other tensor.
     /// Moves its storage, which candle's tensors do not give away, so that nothing is copied.
-    fn of(tensor: Tensor) -> Result<Self> {
+    pub(super) fn of(tensor: Tensor) -> Result<Self> {
         let taken = TakeStorage(RefCell::new(None));
         tensor.inplace_op1(&taken)?;
         match taken.0.into_inner() {

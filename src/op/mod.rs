@@ -11,6 +11,7 @@
 //! 4. A backward comes back through the op to [`step::backward`], which moves ν.
 
 pub(crate) mod fused;
+pub(crate) mod gelu;
 pub(crate) mod probe;
 mod residual;
 pub(crate) mod step;

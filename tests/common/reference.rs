@@ -405,3 +405,27 @@ pub fn composed(
     };
     ys.reshape(xs.shape())
 }
+
+/// GELU by its tanh approximation.
+pub struct Gelu {
+    /// 2 √(2/π) (x + 0.044715 x³).
+    pub v: f64,
+    pub y: f64,
+    pub slope: f64,
+    /// The slope's terms with one sign. Its own cancel at x = −0.7525.
+    pub terms: f64,
+}
+
+/// With the logistic function in place of `(1 + tanh)/2`, whose digits cancel for negative x.
+pub fn gelu(x: f64) -> Gelu {
+    let alpha = 2. * (2. / std::f64::consts::PI).sqrt();
+    let v = alpha * x * (1. + 0.044715 * x * x);
+    let (sigma, other) = (1. / (1. + (-v).exp()), 1. / (1. + v.exp()));
+    let of_v = x * alpha * (1. + 3. * 0.044715 * x * x) * other;
+    Gelu {
+        v,
+        y: x * sigma,
+        slope: sigma * (1. + of_v),
+        terms: sigma * (1. + of_v.abs()),
+    }
+}

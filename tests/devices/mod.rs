@@ -1,7 +1,7 @@
 //! Tests of what holds on every device. `parity.rs` runs each case on a CPU, and `cuda/main.rs` on
 //! a GPU.
 
-use crate::common::reference::{Gradients, Oracle, Quantity};
+use crate::common::reference::{self, Gradients, Oracle, Quantity};
 use crate::common::*;
 use candle::backend::BackendStorage;
 use candle::{
@@ -60,6 +60,9 @@ macro_rules! cases {
             a_loss_scale_that_changes_changes_nothing,
             softmax_is_candle_s_with_a_gradient,
             rotations_are_candle_s_with_gradients,
+            gelu_is_candle_s_with_a_gradient,
+            gelu_of_values_at_the_ends,
+            gelu_of_any_layout,
         }
     };
 }
@@ -1875,4 +1878,178 @@ fn rotated(
         true => Tensor::stack(&[y1, y2], 4)?.reshape(xs.shape()),
         false => Tensor::cat(&[y1, y2], 3),
     }
+}
+
+/// The kernel of this crate computes `ops::gelu`, and not candle's operations.
+fn has_a_gelu(device: &Device) -> bool {
+    device.is_cpu() && !is_composed()
+}
+
+/// y and dx of `ops::gelu`.
+fn gelu_and_gradient(xs: &Var, dy: &Tensor) -> Result<[Tensor; 2]> {
+    let y = ops::gelu(xs)?;
+    let dx = gradients_of(&y, dy, &[xs])?.remove(0);
+    Ok([y.detach(), dx])
+}
+
+/// Densely in [−10, 10], against the equations in f64: 1e-6 of the value in f32 and one rounding of
+/// half precision, on a CPU. Elsewhere the forward is candle's, and a rounding of v to f32 shows in
+/// the gradient.
+pub fn gelu_is_candle_s_with_a_gradient(device: &Device) -> Result<()> {
+    let at: Vec<_> = (-10_000..=10_000).map(|i| f64::from(i) / 1000.).collect();
+    let mut data = Data::on(device, 82);
+    let dy = data.normal(at.len());
+    for dtype in FLOATS {
+        let xs = Var::from_tensor(&data.tensor(&at, &[at.len()], dtype))?;
+        let dy = data.tensor(&dy, &[at.len()], dtype);
+        let [y, dx] = gelu_and_gradient(&xs, &dy)?;
+        assert_eq!((y.dtype(), dx.dtype()), (dtype, dtype));
+        let (u_sums, _) = precision(sums_of(dtype));
+        let (rounding, min_normal) = match dtype {
+            // Within the precision of the sums.
+            DType::F32 | DType::F64 => (0., precision(dtype).1),
+            half => precision(half),
+        };
+        let fused = has_a_gelu(device);
+        if !fused {
+            assert_same_bits("y", &y, &xs.as_detached_tensor().gelu()?);
+        }
+        let mut worst = [0f64; 3];
+        let (x, dy) = (to_f64(&xs), to_f64(&dy));
+        for (i, (y, dx)) in to_f64(&y).into_iter().zip(to_f64(&dx)).enumerate() {
+            let exact = reference::gelu(x[i]);
+            let computed = match (fused, dtype) {
+                (true, DType::F32) => 4e-7,
+                (true, DType::F64) => 1e-13, // the reference's own v
+                (true, _) => 4e-7,
+                (false, _) => 16. * u_sums * (1. + exact.v.abs()),
+            };
+            let check = |what, got: f64, exact: f64, terms: f64| {
+                // Below the normal numbers a rounding is a constant.
+                let bound = rounding * exact.abs().max(min_normal)
+                    + computed * terms.abs()
+                    + precision(dtype).0 * precision(dtype).1;
+                let error = (got - exact).abs();
+                let x = x[i];
+                assert!(
+                    error <= bound,
+                    "{what} of {x} in {dtype:?}: got {got:e}, expected {exact:e}"
+                );
+                error
+            };
+            if fused {
+                let error = check("y", y, exact.y, exact.y);
+                worst[0] = worst[0].max(error / exact.y.abs().max(min_normal));
+            }
+            let error = check("dx", dx, exact.slope * dy[i], exact.terms * dy[i]);
+            worst[1] = worst[1].max(error / (exact.terms * dy[i]).abs().max(min_normal));
+            // Where the terms do not cancel, of the value.
+            if !(-1. ..-0.5).contains(&x[i]) {
+                worst[2] = worst[2].max(error / (exact.slope * dy[i]).abs().max(min_normal));
+            }
+        }
+        let [y, terms, dx] = worst;
+        println!(
+            "gelu in {dtype:?}: y {y:.1e}, dx {terms:.1e} of its terms, {dx:.1e} outside (-1, -0.5)"
+        );
+        assert!(!fused || dtype != DType::F32 || y.max(dx) <= 1e-6);
+    }
+    // The function that candle computes.
+    let at = data.tensor(&at, &[at.len()], DType::F64);
+    assert_relative("y", &ops::gelu(&at)?, &to_f64(&at.gelu()?), 1e-14);
+    Ok(())
+}
+
+/// Gradients are 1 and 0 where candle's are NaN: from |x| = 41 on in F16, and 7e12 in F32.
+pub fn gelu_of_values_at_the_ends(device: &Device) -> Result<()> {
+    for dtype in FLOATS {
+        let huge = match dtype {
+            DType::F64 => 1e308,
+            DType::F16 => 6e4,
+            _ => 1e38,
+        };
+        let inf = f64::INFINITY;
+        let at = [0., -0., 41., -41., huge, -huge, inf, -inf, f64::NAN];
+        let data = Data::on(device, 83);
+        let xs = Var::from_tensor(&data.tensor(&at, &[at.len()], dtype))?;
+        let [y, dx] = gelu_and_gradient(&xs, &xs.ones_like()?)?;
+        let (y, dx) = (to_f64(&y), to_f64(&dx));
+        let what = format!("{dtype:?}: {y:?}, {dx:?}");
+        let at = to_f64(&xs);
+        assert!(
+            y[0].to_bits() == 0f64.to_bits() && y[1].to_bits() == (-0f64).to_bits(),
+            "{what}"
+        );
+        assert!(
+            y[2] == 41. && y[3] == 0. && y[4] == at[4] && y[5] == 0. && y[6] == inf,
+            "{what}"
+        );
+        // candle multiplies −∞ by 0.
+        assert!(
+            y[7] == 0. || (y[7].is_nan() && !has_a_gelu(device)),
+            "{what}"
+        );
+        assert_eq!(dx[..8], [0.5, 0.5, 1., 0., 1., 0., 1., 0.], "{what}");
+        assert!(y[8].is_nan() && dx[8].is_nan(), "{what}");
+        if has_a_gelu(device) {
+            // Half of the smallest normal number is below the normal numbers.
+            let (u, min_normal) = precision(dtype);
+            let tiny = data.tensor(&[min_normal, -min_normal, 4. * u * min_normal], &[3], dtype);
+            let expected = [min_normal / 2., -min_normal / 2., 2. * u * min_normal];
+            assert_eq!(to_f64(&ops::gelu(&tiny)?), expected, "{dtype:?}");
+        }
+    }
+    Ok(())
+}
+
+/// The bits of an element depend neither on its place nor on the layout, also in the gradient.
+pub fn gelu_of_any_layout(device: &Device) -> Result<()> {
+    for dtype in FLOATS {
+        let mut data = Data::on(device, 84);
+        let (xs, dy) = (data.normal(7 * 45), data.normal(7 * 45));
+        let base = Var::from_tensor(&data.tensor(&xs, &[7, 45], dtype))?;
+        let dy = data.tensor(&dy, &[7, 45], dtype);
+        let whole = gelu_and_gradient(&base, &dy)?;
+        type View = fn(&Tensor) -> Result<Tensor>;
+        let views: [View; 5] = [
+            |xs| xs.t(),
+            |xs| xs.narrow(1, 3, 17),
+            |xs| xs.narrow(0, 6, 1),
+            |xs| xs.narrow(0, 2, 1)?.narrow(1, 44, 1)?.reshape(()),
+            |xs| xs.reshape((7, 3, 15))?.transpose(0, 2),
+        ];
+        for (k, view) in views.into_iter().enumerate() {
+            let xs = Var::from_tensor(&base.as_detached_tensor().copy()?)?;
+            let y = ops::gelu(&view(&xs)?)?;
+            assert_same_bits(
+                &format!("{dtype:?}, view {k}"),
+                &y.detach(),
+                &view(&whole[0])?,
+            );
+            assert!(y.is_contiguous());
+            // Of a y whose gradient is a view.
+            let dx = gradients_of(&ops::gelu(&xs)?, &dy, &[&xs])?.remove(0);
+            assert_same_bits("dx", &dx, &whole[1]);
+            let dx = view(&gradients_of(&y, &view(&dy)?, &[&xs])?.remove(0))?;
+            assert_same_bits(
+                &format!("{dtype:?}, dx of view {k}"),
+                &dx,
+                &view(&whole[1])?,
+            );
+        }
+        // The gradient of a broadcast sum is a view without strides.
+        let y = ops::gelu(&base)?;
+        let ones = y.sum_all()?.backward()?.remove(&base).unwrap();
+        let expected = &gelu_and_gradient(&base, &dy.ones_like()?)?[1];
+        assert_same_bits("dx of a sum", &ones, expected);
+        // Nothing that has a gradient: no op either.
+        assert!(!ops::gelu(&dy)?.track_op());
+        for shape in [&[0][..], &[3, 0], &[0, 2, 1]] {
+            let empty = Var::zeros(shape, dtype, device)?;
+            let y = ops::gelu(&empty)?;
+            assert_eq!((y.dims(), y.dtype()), (shape, dtype));
+            assert!(y.sum_all()?.backward().is_ok());
+        }
+    }
+    Ok(())
 }

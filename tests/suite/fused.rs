@@ -1,9 +1,10 @@
-//! candle's fused softmax and rotations with a backward: derivatives, second derivatives, and what
-//! they reject. `devices` has their values.
+//! candle's fused softmax and rotations with a backward, and its GELU with a faster one:
+//! derivatives, second derivatives, and what they reject. `devices` has their values.
 
 use crate::common::*;
-use candle::{DType, Device, Result, Tensor, Var};
-use candle_powernorm::ops;
+use candle::{DType, Device, Module, Result, Tensor, Var};
+use candle_nn::{VarBuilder, VarMap, linear};
+use candle_powernorm::{check_gradients, ops, untrained};
 
 /// `sum(f(x) ⊙ weights)` and the gradient of x, against central differences.
 fn follows_differences(shape: &[usize], f: impl Fn(&Tensor) -> Result<Tensor>) -> Result<()> {
@@ -25,6 +26,7 @@ fn follows_differences(shape: &[usize], f: impl Fn(&Tensor) -> Result<Tensor>) -
 #[test]
 fn gradients_are_the_derivatives() -> Result<()> {
     follows_differences(&[3, 7], ops::softmax_last_dim)?;
+    follows_differences(&[3, 7], ops::gelu)?;
     let angles = tensor(&Data::new(6).normal(4 * 3), &[4, 3], DType::F64);
     let (cos, sin) = (angles.cos()?, angles.sin()?);
     follows_differences(&[2, 2, 4, 6], |xs| ops::rope(xs, &cos, &sin))?;
@@ -57,10 +59,12 @@ fn a_gradient_can_be_differentiated_again() -> Result<()> {
     let penalty = |xs: &Var| -> Result<Tensor> {
         let ys = ops::rope(xs, &angles.cos()?, &angles.sin()?)?;
         let ys = ops::softmax_last_dim(&ys)?;
+        let ys = (ys + ops::gelu(xs)?)?;
         let gradients = (ys * &weights)?.sum_all()?.backward()?;
         gradients.get(xs).unwrap().sqr()?.sum_all()
     };
-    let at = data.normal(8);
+    let mut at = data.normal(8);
+    at[3] = 0.;
     let var = |at: &[f64]| Var::from_tensor(&tensor(at, &[1, 1, 2, 4], DType::F64)).unwrap();
     let xs = var(&at);
     let gradient = penalty(&xs)?.backward()?.remove(&xs).unwrap();
@@ -76,6 +80,29 @@ fn gradients_of_gradients() {
     let test = "fused::a_gradient_can_be_differentiated_again";
     let (passed, text) = run_with("CANDLE_GRAD_DO_NOT_DETACH", "1", &[test]);
     assert!(passed, "{text}");
+}
+
+/// In a small network with a normalization, from GELUs of whole rows and of views.
+#[test]
+fn a_network_with_gelu_has_right_gradients() -> Result<()> {
+    let varmap = VarMap::new();
+    let vb = VarBuilder::from_varmap(&varmap, DType::F64, &CPU);
+    let [expand, project] = [
+        linear(6, 24, vb.pp("expand"))?,
+        linear(24, 6, vb.pp("project"))?,
+    ];
+    let norm = candle_powernorm::layer_norm(6, 1e-5, vb.pp("norm"))?;
+    let xs = tensor(&Data::new(9).normal(60), &[10, 6], DType::F64);
+    let loss = || {
+        let hidden = expand.forward(&xs)?;
+        let first = ops::gelu(&hidden.narrow(1, 0, 7)?)?;
+        let rest = ops::gelu(&hidden.narrow(1, 7, 17)?)?;
+        let ys = project.forward(&Tensor::cat(&[first, rest], 1)?)?;
+        norm.forward(&(&xs + ys)?)?.powf(3.)?.mean_all()
+    };
+    assert!(check_gradients(&varmap, loss)?.is_empty());
+    assert!(untrained(&varmap, &loss()?.backward()?)?.is_empty());
+    Ok(())
 }
 
 /// The output of candle's function is moved into the graph, and nothing keeps it elsewhere.
@@ -101,6 +128,12 @@ fn what_does_not_fit_is_rejected() -> Result<()> {
     rejected_by(
         "softmax_last_dim",
         ops::softmax_last_dim(&zeros(&[2, 2], DType::U32)?),
+        "xs of dtype F32, F64, F16 or BF16, got U32",
+    );
+
+    rejected_by(
+        "gelu",
+        ops::gelu(&zeros(&[2, 2], DType::U32)?),
         "xs of dtype F32, F64, F16 or BF16, got U32",
     );
 

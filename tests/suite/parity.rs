@@ -3,8 +3,8 @@
 
 use crate::common::*;
 use crate::devices;
-use candle::{DType, Tensor};
-use candle_powernorm::{PowerNorm, PowerNormConfig};
+use candle::{DType, Result, Tensor};
+use candle_powernorm::{PowerNorm, PowerNormConfig, ops};
 use std::io::Write;
 
 macro_rules! on_the_cpu {
@@ -131,6 +131,37 @@ fn the_same_bits_on_any_number_of_threads() {
     }
 }
 
+/// Several chunks, and a last one that no vector divides.
+#[test]
+fn gelu_has_the_same_bits_on_any_number_of_threads() -> Result<()> {
+    let len = 300_007;
+    let mut data = Data::new(14);
+    let (xs, dy) = (data.normal(len), data.normal(len));
+    for dtype in [DType::F32, DType::F64, DType::F16, DType::BF16] {
+        let xs = candle::Var::from_tensor(&tensor(&xs, &[len], dtype))?;
+        let dy = tensor(&dy, &[len], dtype);
+        let run = |threads| {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
+            pool.unwrap().install(|| {
+                let y = ops::gelu(&xs)?;
+                let dx = (&y * &dy)?.sum_all()?.backward()?.remove(&xs);
+                Ok::<_, candle::Error>((y.detach(), dx.unwrap()))
+            })
+        };
+        let (y, dx) = run(1)?;
+        for threads in [1, 2, 5] {
+            let what = format!("{dtype:?}, {threads} threads");
+            let (again, dx_again) = run(threads)?;
+            assert_same_bits(&what, &again, &y);
+            assert_same_bits(&what, &dx_again, &dx);
+        }
+        // Of the last elements alone.
+        let last = xs.narrow(0, len - 9, 9)?.copy()?;
+        assert_same_bits("the end", &ops::gelu(&last)?, &y.narrow(0, len - 9, 9)?);
+    }
+    Ok(())
+}
+
 /// The bits of a layer's output and state, which differ between levels of vector instructions: they
 /// add up a wide group in other orders.
 #[test]
@@ -156,6 +187,9 @@ fn every_simd_level() {
         let tests = [
             "parity::every_rank",
             "parity::heights_around_a_cut",
+            "parity::gelu_is_candle_s_with_a_gradient",
+            "parity::gelu_of_values_at_the_ends",
+            "parity::gelu_of_any_layout",
             "parity::fingerprint",
         ];
         let (passed, text) = run_with("CANDLE_POWERNORM_SIMD", name, &tests);
@@ -207,6 +241,9 @@ fn composed_of_candle_s_operations() {
         "parity::a_sum_by_itself_does_not_reach_the_parameters",
         "parity::a_channel_whose_squares_overflow_is_never_zero",
         "parity::a_loss_scale_that_changes_changes_nothing",
+        "parity::gelu_is_candle_s_with_a_gradient",
+        "parity::gelu_of_values_at_the_ends",
+        "parity::gelu_of_any_layout",
         "golden::layers_replay_every_recording",
         "row_norms::a_mean_of_ten_thousand_deviations_costs_no_digit",
         "training::frozen_parameters_get_no_gradient",

@@ -76,6 +76,17 @@ pub(super) trait Accumulator: Element<Acc = Self> + Float {
         b: Self::Vector<S>,
         c: Self::Vector<S>,
     ) -> Self::Vector<S>;
+    fn div_vectors<S: Simd>(simd: S, a: Self::Vector<S>, b: Self::Vector<S>) -> Self::Vector<S>;
+    /// `then` in the lanes where `a < b`, and `otherwise` in the others, also where either is NaN.
+    fn select_less_vectors<S: Simd>(
+        simd: S,
+        a: Self::Vector<S>,
+        b: Self::Vector<S>,
+        then: Self::Vector<S>,
+        otherwise: Self::Vector<S>,
+    ) -> Self::Vector<S>;
+    /// `2ⁿ` of integers n, if these are exponents of normal numbers.
+    fn powers_of_two<S: Simd>(simd: S, n: Self::Vector<S>) -> Self::Vector<S>;
     /// The sum of the values in a vector.
     fn total<S: Simd>(simd: S, vector: Self::Vector<S>) -> Self;
 }
@@ -83,7 +94,8 @@ pub(super) trait Accumulator: Element<Acc = Self> + Float {
 /// Implements both traits for f32 or f64 with the methods of `Simd` for that type.
 macro_rules! accumulator {
     ($type:ident, $vector:ident, $as_simd:ident, $as_mut_simd:ident, $as_uninit_mut_simd:ident,
-     $splat:ident, $add:ident, $sub:ident, $mul:ident, $mul_add:ident, $total:ident) => {
+     $splat:ident, $add:ident, $sub:ident, $mul:ident, $mul_add:ident, $div:ident,
+     $less_than:ident, $select:ident, $bits:ident, $total:ident) => {
         // SAFETY: `store` writes each vector whole, and they make up the row.
         unsafe impl Element for $type {
             type Acc = Self;
@@ -144,6 +156,36 @@ macro_rules! accumulator {
             }
 
             #[inline(always)]
+            fn div_vectors<S: Simd>(simd: S, a: S::$vector, b: S::$vector) -> S::$vector {
+                simd.$div(a, b)
+            }
+
+            #[inline(always)]
+            fn select_less_vectors<S: Simd>(
+                simd: S,
+                a: S::$vector,
+                b: S::$vector,
+                then: S::$vector,
+                otherwise: S::$vector,
+            ) -> S::$vector {
+                simd.$select(simd.$less_than(a, b), then, otherwise)
+            }
+
+            #[inline(always)]
+            fn powers_of_two<S: Simd>(simd: S, n: S::$vector) -> S::$vector {
+                // The exponent of 2ⁿ is n and a bias, and the other bits are 0. A number as large
+                // as this one has an integer in its lowest bits.
+                const MANTISSA: u32 = $type::MANTISSA_DIGITS - 1;
+                const LARGE: $type = (3u64 << (MANTISSA - 1)) as $type;
+                const BIAS: $type = ($type::MAX_EXP - 1) as $type;
+                let mut powers = simd.$add(n, simd.$splat(LARGE + BIAS));
+                for lane in cast_slice_mut::<_, $bits>(std::slice::from_mut(&mut powers)) {
+                    *lane <<= MANTISSA;
+                }
+                powers
+            }
+
+            #[inline(always)]
             fn total<S: Simd>(simd: S, vector: S::$vector) -> Self {
                 simd.$total(vector)
             }
@@ -162,6 +204,10 @@ accumulator!(
     sub_f32s,
     mul_f32s,
     mul_add_e_f32s,
+    div_f32s,
+    less_than_f32s,
+    select_f32s,
+    u32,
     reduce_sum_f32s
 );
 accumulator!(
@@ -175,6 +221,10 @@ accumulator!(
     sub_f64s,
     mul_f64s,
     mul_add_e_f64s,
+    div_f64s,
+    less_than_f64s,
+    select_f64s,
+    u64,
     reduce_sum_f64s
 );
 

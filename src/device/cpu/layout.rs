@@ -281,7 +281,10 @@ pub(super) fn matrix<'a, T: WithDType>(
 }
 
 /// The elements of a contiguous tensor.
-fn packed<'a, T: WithDType>(storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [T]> {
+pub(super) fn packed<'a, T: WithDType>(
+    storage: &'a CpuStorage,
+    layout: &Layout,
+) -> Result<&'a [T]> {
     let Some((start, end)) = layout.contiguous_offsets() else {
         candle::bail!("candle_powernorm: expected a contiguous tensor, got {layout:?}")
     };

@@ -9,6 +9,8 @@
 //! - `row/`: the arithmetic of a row.
 //! - `convert.rs`: dtypes of rows and of sums.
 //!
+//! `gelu.rs` has an activation, which has elements instead of rows.
+//!
 //! Terms:
 //!
 //! - A *row* has C adjacent elements, one for each *channel* or *column*.
@@ -17,11 +19,13 @@
 //! - A *chunk* is the rows that a thread takes at a time. It has column sums of its own.
 
 mod convert;
+mod gelu;
 mod layout;
 mod row;
 mod run;
 mod step;
 
+pub(super) use gelu::gelu;
 pub(super) use layout::readable;
 pub(super) use step::forward;
 

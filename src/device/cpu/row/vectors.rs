@@ -2,7 +2,7 @@
 //!
 //! A [`Span`] is a run of adjacent columns, `K` vectors of them. It loads these columns from
 //! any of the arrays of a row (x, dy, a weight, the sums), whatever the dtype, as [`Lanes`]. Lanes
-//! have `+`, `-`, `*` and [`mul_add`](Lanes::mul_add), so an equation of the paper is one line:
+//! have `+`, `-`, `*`, `/` and [`mul_add`](Lanes::mul_add), so an equation of the paper is one line:
 //!
 //! ```text
 //! let x = at.load(x) * at.splat(group.inv_rms);     x̃ = r x
@@ -16,7 +16,7 @@ use crate::device::cpu::convert::{Accumulator, Element, MOST_COLUMNS};
 use pulp::Simd;
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
-use std::ops::{Add, Mul, Sub};
+use std::ops::{Add, Div, Mul, Sub};
 
 /// Adjacent columns of a row, as many as `K` vectors of `S` hold, to be computed with in dtype `A`.
 #[derive(Clone, Copy)]
@@ -128,6 +128,30 @@ impl<S: Simd, A: Accumulator, const K: usize> Lanes<S, A, K> {
         self
     }
 
+    /// `then` where `self < bound`, else `otherwise`. A NaN is not less.
+    #[inline(always)]
+    pub fn select_less(mut self, bound: Self, then: Self, otherwise: Self) -> Self {
+        for k in 0..K {
+            self.vectors[k] = A::select_less_vectors(
+                self.simd,
+                self.vectors[k],
+                bound.vectors[k],
+                then.vectors[k],
+                otherwise.vectors[k],
+            );
+        }
+        self
+    }
+
+    /// `2ⁿ` of lanes that are integers n.
+    #[inline(always)]
+    pub fn power_of_two(mut self) -> Self {
+        for k in 0..K {
+            self.vectors[k] = A::powers_of_two(self.simd, self.vectors[k]);
+        }
+        self
+    }
+
     /// The sum of the `K` vectors.
     #[inline(always)]
     pub fn sum(self) -> Lanes<S, A, 1> {
@@ -167,6 +191,7 @@ macro_rules! operator {
 operator!(Add, add, add_vectors);
 operator!(Sub, sub, sub_vectors);
 operator!(Mul, mul, mul_vectors);
+operator!(Div, div, div_vectors);
 
 #[cfg(test)]
 mod tests {

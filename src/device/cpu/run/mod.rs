@@ -257,7 +257,7 @@ fn chunk_rows(rows: usize, cols: usize) -> usize {
 /// Cuts the rows into chunks, and calls `run_chunk` for each, on rayon's threads.
 ///
 /// `run_chunk` is a `dyn` function, so that this is compiled once for each dtype.
-fn run_chunks<T: Element>(
+pub(super) fn run_chunks<T: Element>(
     rows: &Rows<T>,
     has_output: bool,
     width: usize,
@@ -313,8 +313,8 @@ fn add_chunks<A: Accumulator>(sums: &[A], width: usize) -> Vec<A> {
 /// A chunk of rows, with its parts of the outputs and its column sums. These are empty if no sums
 /// are wanted.
 pub(super) struct Chunk<'a, T: Element> {
-    range: Range<usize>,
-    output: Option<Part<'a, T>>,
+    pub range: Range<usize>,
+    pub output: Option<Part<'a, T>>,
     /// `x + residual`.
     residual_out: Option<Part<'a, T>>,
     sums: &'a mut [T::Acc],
