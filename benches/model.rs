@@ -4,6 +4,7 @@
 //! ```text
 //! cargo bench --bench model                                        # 4 x 256 on a CPU, in f32
 //! cargo bench --bench model -- --dtype bf16 --threads 2
+//! cargo bench --bench model -- --our-gelu                          # and this crate's `ops::gelu`
 //! cargo bench --bench model -- --norms layer_norm_slow,layer_norm --layers 12 --width 768
 //! cargo bench --features cuda --bench model -- --device cuda       # on a GPU
 //! cargo bench --bench model -- --test                              # a tiny model, once
@@ -190,21 +191,24 @@ struct Block {
     query_key_value: Linear,
     project: Linear,
     expand: Linear,
+    gelu: fn(&Tensor) -> Result<Tensor>,
     contract: Linear,
 }
 
 impl Block {
-    fn new(
-        width: usize,
-        norm: impl Fn(VarBuilder) -> Result<Norm>,
-        vb: VarBuilder,
-    ) -> Result<Self> {
+    fn new(args: &Args, norm: impl Fn(VarBuilder) -> Result<Norm>, vb: VarBuilder) -> Result<Self> {
+        let width = args.width;
         let linear = |from, to, name| linear_no_bias(from, to, vb.pp(name));
         Ok(Self {
             norms: [norm(vb.pp("norm_1"))?, norm(vb.pp("norm_2"))?],
             query_key_value: linear(width, 3 * width, "query_key_value")?,
             project: linear(width, width, "project")?,
             expand: linear(width, 4 * width, "expand")?,
+            gelu: if args.our_gelu {
+                candle_powernorm::ops::gelu
+            } else {
+                Tensor::gelu
+            },
             contract: linear(4 * width, width, "contract")?,
         })
     }
@@ -216,7 +220,7 @@ impl Block {
         let (xs, stream) = norm_1(branch, stream)?;
         let branch = self.attention(&xs, mask)?;
         let (xs, stream) = norm_2(&branch, &stream)?;
-        let hidden = self.expand.forward(&xs)?.gelu()?;
+        let hidden = (self.gelu)(&self.expand.forward(&xs)?)?;
         Ok((self.contract.forward(&hidden)?, stream))
     }
 
@@ -251,7 +255,7 @@ impl Gpt {
         let (width, time) = (args.width, args.context);
         let norm = |vb: VarBuilder| kind.build(width, mode, vb);
         let mask = Tensor::tril2(time, DType::F32, vb.device())?.affine(1e9, -1e9)?;
-        let blocks = (0..args.layers).map(|i| Block::new(width, norm, vb.pp(i)));
+        let blocks = (0..args.layers).map(|i| Block::new(args, norm, vb.pp(i)));
         Ok(Self {
             tokens: embedding(args.vocabulary, width, vb.pp("tokens"))?,
             positions: vb.get((time, width), "positions")?,
@@ -508,6 +512,9 @@ struct Args {
     /// Steps and evaluations to time, after two that warm up.
     #[arg(long, default_value_t = 10)]
     rounds: usize,
+    /// Activates by this crate's GELU, not candle's.
+    #[arg(long)]
+    our_gelu: bool,
     /// Takes one round of a tiny model.
     #[arg(long)]
     test: bool,
