@@ -6,8 +6,8 @@ use crate::device::pick::DeviceKind;
 use crate::loss_scale::LossScale;
 use crate::mode::{Mode, Purpose};
 use crate::op;
-use crate::op::step::Training;
-use crate::ranks::{Exchange, Member, Ranks, Turn};
+use crate::op::step::{Step, Training};
+use crate::ranks::{Exchange, Member, Ranks};
 use crate::state::{State, same_device};
 use candle::{DType, Module, Result, Tensor};
 use candle_nn::ModuleT;
@@ -127,8 +127,8 @@ impl Module for PowerNorm {
     ///
     /// As in [`PowerNorm::forward_t`].
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
-        let (pass, training, turn) = self.pass(xs, None, None, self.mode.purpose())?;
-        op::normalize(pass, training, turn)
+        let (pass, step) = self.pass(xs, None, None, self.mode.purpose())?;
+        op::normalize(pass, step)
     }
 }
 
@@ -212,8 +212,8 @@ impl PowerNorm {
     /// # Ok(()) }
     /// ```
     pub fn forward_t(&self, xs: &Tensor, train: bool) -> Result<Tensor> {
-        let (pass, training, turn) = self.pass(xs, None, None, Purpose::of(train))?;
-        op::normalize(pass, training, turn)
+        let (pass, step) = self.pass(xs, None, None, Purpose::of(train))?;
+        op::normalize(pass, step)
     }
 
     /// Normalizes `xs`, `[.., size]`, and leaves padding out of the statistics. The layer's
@@ -238,8 +238,8 @@ impl PowerNorm {
         xs: &Tensor,
         keep: impl Into<Option<&'a Tensor>>,
     ) -> Result<Tensor> {
-        let (pass, training, turn) = self.pass(xs, None, keep.into(), self.mode.purpose())?;
-        op::normalize(pass, training, turn)
+        let (pass, step) = self.pass(xs, None, keep.into(), self.mode.purpose())?;
+        op::normalize(pass, step)
     }
 
     /// Adds `residual` to `xs`, and returns the normalized sum and the sum. In a pre-norm
@@ -262,8 +262,8 @@ impl PowerNorm {
         keep: impl Into<Option<&'a Tensor>>,
     ) -> Result<(Tensor, Tensor)> {
         let (residual, purpose) = (Some(residual), self.mode.purpose());
-        let (pass, training, turn) = self.pass(xs, residual, keep.into(), purpose)?;
-        op::add_and_normalize(pass, training, turn)
+        let (pass, step) = self.pass(xs, residual, keep.into(), purpose)?;
+        op::add_and_normalize(pass, step)
     }
 
     /// The same layer, which follows `mode` from now on. Give one `Mode` to all layers of a model.
@@ -465,16 +465,15 @@ impl PowerNorm {
         }
     }
 
-    /// The checked pass of a forward and, unless it is an evaluation, the state that it moves and
-    /// its turn among the ranks, which goes to the op with the rest: a turn that is dropped tells
-    /// the other ranks that this call failed.
+    /// The checked pass of a forward and, unless it is an evaluation, its step. The step has the
+    /// turn among the ranks: a turn that is dropped tells the other ranks that this call failed.
     fn pass(
         &self,
         xs: &Tensor,
         residual: Option<&Tensor>,
         keep: Option<&Tensor>,
         asked: Purpose,
-    ) -> Result<(Pass, Option<Training>, Option<Turn<'_>>)> {
+    ) -> Result<(Pass, Option<Step<'_>>)> {
         let (purpose, config) = (self.purpose(asked), self.config());
         let exchange = match purpose {
             Purpose::Evaluation => None,
@@ -514,14 +513,17 @@ impl PowerNorm {
             pass = pass.with_keep(keep)?;
         }
 
-        let training = trains.then(|| Training {
-            state: self.state.clone(),
-            purpose,
-            loss_scale: self.loss_scale.clone(),
-            ranks: self.ranks.clone(),
-            step_count,
+        let step = trains.then(|| Step {
+            training: Training {
+                state: self.state.clone(),
+                purpose,
+                loss_scale: self.loss_scale.clone(),
+                ranks: self.ranks.clone(),
+                step_count,
+            },
+            turn,
         });
-        Ok((pass, training, turn))
+        Ok((pass, step))
     }
 }
 
@@ -619,9 +621,9 @@ mod tests {
         xs: &Tensor,
         purpose: Purpose,
     ) -> Result<(Pass, Option<Training>)> {
-        let (pass, training, turn) = layer.pass(xs, None, None, purpose)?;
-        assert!(turn.is_none());
-        Ok((pass, training))
+        let (pass, step) = layer.pass(xs, None, None, purpose)?;
+        assert!(step.as_ref().is_none_or(|step| step.turn.is_none()));
+        Ok((pass, step.map(|step| step.training)))
     }
 
     #[test]

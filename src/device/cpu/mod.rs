@@ -3,6 +3,7 @@
 //! The rooms, in the order in which a forward passes through them:
 //!
 //! - `step.rs`: a forward and its backward from top to bottom, and the equations on channels.
+//! - `rows.rs`: the walks of a step, in the dtype of its rows.
 //! - `layout.rs`: candle's tensors as rows.
 //! - `run/`: the walk over all rows in chunks, on threads, at a level of vector instructions; the
 //!   outputs that it writes.
@@ -19,11 +20,12 @@
 mod convert;
 mod layout;
 mod row;
+mod rows;
 mod run;
 mod step;
 
 pub(super) use layout::readable;
-pub(super) use step::forward;
+pub(super) use step::{evaluate, forward};
 
 /// Rejects unknown values of the environment variables that a CPU reads.
 pub(super) fn check_environment() -> candle::Result<()> {

@@ -24,7 +24,7 @@ use super::convert::{Accumulator, Element, PerChannel};
 use super::layout::{Matrix, Rows};
 use super::row::group_scaling::{self, Groups, Scaler};
 use super::row::output::{Output, Part, RowWriter, Stores};
-use super::row::{BackwardSums, ColumnSums, add_residual, layer_norm, zero_row};
+use super::row::{BackwardSums, ColumnSums, add_residual, layer_norm, widen_row, zero_row};
 use crate::device::pass::RowNorm;
 use num_traits::Zero;
 use pulp::{Simd, WithSimd};
@@ -47,6 +47,16 @@ pub(super) struct Written<T> {
     pub residual_out: Option<Vec<T>>,
 }
 
+impl<T: Element> Written<T> {
+    #[inline]
+    fn new(y: Option<Output<T>>, residual_out: Option<Output<T>>) -> Self {
+        Self {
+            y: y.map(Output::finish),
+            residual_out: residual_out.map(Output::finish),
+        }
+    }
+}
+
 /// With a residual, inputs of more bytes have a pass of their own for `x + residual`, which reads
 /// and writes fewer arrays at a time. In one pass, a forward of 4096x512 f32 took 7 to 19 % longer.
 /// At 2 MiB and less one pass is faster, because a row that was just summed is still in the
@@ -55,12 +65,13 @@ const LARGE: usize = 4 << 20;
 
 /// `x + residual` if there is a residual, `y = gain ⊙ x̃ + shift` if these are given, and the
 /// column sums of x̃² if they are wanted.
+#[inline]
 pub(super) fn forward<T: Chunks>(
     rows: &Rows<T>,
-    coefficients: Option<&[PerChannel<T>; 2]>,
+    coefficients: Option<[&[T::Acc]; 2]>,
     sums: bool,
 ) -> (Written<T>, Option<SquareSums<T>>) {
-    let run = |coefficients: Option<&[PerChannel<T>; 2]>, sums_per_column| {
+    let run = |coefficients: Option<[&[T::Acc]; 2]>, sums_per_column| {
         let width = sums_per_column * rows.cols();
         run_chunks(rows, coefficients.is_some(), width, &|chunk| {
             let chunk = ForwardChunk {
@@ -100,15 +111,6 @@ pub(super) fn forward<T: Chunks>(
         all
     });
     (written, Some(SquareSums { kept, all }))
-}
-
-/// `y = gain ⊙ x̃ + shift` alone.
-pub(super) fn normalize<T: Chunks>(rows: &Rows<T>, coefficients: &[PerChannel<T>; 2]) -> Vec<T> {
-    let (written, _) = forward(rows, Some(coefficients), false);
-    let Some(y) = written.y else {
-        unreachable!("a forward with coefficients writes its output")
-    };
-    y
 }
 
 /// The mean of x² in columns whose Σ x² overflowed, over the rows for which `counts` is true.
@@ -152,7 +154,7 @@ pub(super) fn means_of_huge<T: Element>(
 pub(super) fn backward<T: Chunks>(
     rows: &Rows<T>,
     dy: &Matrix<T>,
-    coefficients: Option<&[PerChannel<T>; 2]>,
+    coefficients: Option<[&[T::Acc]; 2]>,
     sums: BackwardSums,
 ) -> (Option<Vec<T>>, PerChannel<T>) {
     let width = sums.per_column() * rows.cols();
@@ -166,6 +168,33 @@ pub(super) fn backward<T: Chunks>(
         T::backward(rows.group_len(), chunk);
     });
     (written.y, sums)
+}
+
+/// The values of a parameter plus `offset`, in the dtype of the sums over rows of `T`.
+pub(super) fn widened<T: Element>(values: &[T], offset: T::Acc) -> PerChannel<T> {
+    let mut output = Output::new(values.len(), values.len().max(1), Stores::Cached);
+    let widen = Widen {
+        values,
+        offset,
+        widened: RowWriter::new(output.whole()),
+    };
+    level::vectorize::<T, _>(values.len(), widen);
+    output.finish()
+}
+
+struct Widen<'a, 'b, T: Element> {
+    values: &'a [T],
+    offset: T::Acc,
+    widened: RowWriter<'b, T::Acc>,
+}
+
+impl<T: Element> WithSimd for Widen<'_, '_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(mut self, simd: S) {
+        widen_row(simd, self.values, self.offset, &mut self.widened);
+    }
 }
 
 /// An [`Element`] with the functions of a chunk, which pick a level for groups of `group_len`
@@ -254,9 +283,17 @@ fn chunk_rows(rows: usize, cols: usize) -> usize {
         .max(1)
 }
 
+/// `true` if all chunks run on the calling thread. A single thread of rayon's gains nothing over
+/// this one. In a process that was forked it is gone, and a wait for it never ends.
+#[inline]
+pub(super) fn runs_here<T: Element>(rows: &Rows<T>) -> bool {
+    rows.len() * rows.cols() <= SERIAL || rayon::current_num_threads() == 1
+}
+
 /// Cuts the rows into chunks, and calls `run_chunk` for each, on rayon's threads.
 ///
 /// `run_chunk` is a `dyn` function, so that this is compiled once for each dtype.
+#[inline]
 fn run_chunks<T: Element>(
     rows: &Rows<T>,
     has_output: bool,
@@ -264,42 +301,50 @@ fn run_chunks<T: Element>(
     run_chunk: &(dyn Fn(Chunk<T>) + Sync),
 ) -> (Written<T>, Vec<T::Acc>) {
     let (len, cols) = (rows.len(), rows.cols());
-    let chunk = chunk_rows(len, cols);
-    let count = len.div_ceil(chunk);
+    // Of few elements, no chunk is smaller than all of them.
+    let chunk = match len * cols <= CHUNK {
+        true => len,
+        false => chunk_rows(len, cols),
+    };
     let stores = Stores::of::<T>(len * cols, rows.group_len());
     let output = |stores| Output::new(len * cols, chunk * cols, stores);
     let mut y = has_output.then(|| output(stores));
     // Read at once, so through the caches.
     let mut residual_out = rows.residual.is_some().then(|| output(Stores::Cached));
+    if chunk == len {
+        let mut sums = vec![T::Acc::zero(); width];
+        run_chunk(Chunk {
+            range: 0..len,
+            output: y.as_mut().map(Output::whole),
+            residual_out: residual_out.as_mut().map(Output::whole),
+            sums: &mut sums,
+        });
+        return (Written::new(y, residual_out), add_chunks(&sums, width));
+    }
+    let count = len.div_ceil(chunk);
     let mut sums = vec![T::Acc::zero(); count * width];
 
     let mut parts_of_y = y.iter_mut().flat_map(Output::parts);
     let mut parts_of_residual_out = residual_out.iter_mut().flat_map(Output::parts);
     let mut sums_of_chunks = sums.chunks_mut(width.max(1));
-    let chunks: Vec<_> = (0..count)
-        .map(|i| Chunk {
-            range: i * chunk..len.min((i + 1) * chunk),
-            output: parts_of_y.next(),
-            residual_out: parts_of_residual_out.next(),
-            sums: sums_of_chunks.next().unwrap_or_default(),
-        })
-        .collect();
-    // A single thread of rayon's gains nothing over this one. In a process that was forked it is
-    // gone, and a wait for it never ends.
-    if len * cols <= SERIAL || rayon::current_num_threads() == 1 {
-        chunks.into_iter().for_each(run_chunk);
+    let chunks = (0..count).map(|i| Chunk {
+        range: i * chunk..len.min((i + 1) * chunk),
+        output: parts_of_y.next(),
+        residual_out: parts_of_residual_out.next(),
+        sums: sums_of_chunks.next().unwrap_or_default(),
+    });
+    if runs_here(rows) {
+        chunks.for_each(run_chunk);
     } else {
+        let chunks: Vec<_> = chunks.collect();
         chunks.into_par_iter().for_each(run_chunk);
     }
     drop((parts_of_y, parts_of_residual_out));
-    let written = Written {
-        y: y.map(Output::finish),
-        residual_out: residual_out.map(Output::finish),
-    };
-    (written, add_chunks(&sums, width))
+    (Written::new(y, residual_out), add_chunks(&sums, width))
 }
 
 /// The column sums of all chunks, added first to last.
+#[inline]
 fn add_chunks<A: Accumulator>(sums: &[A], width: usize) -> Vec<A> {
     let mut total = vec![A::zero(); width];
     for chunk in sums.chunks(width.max(1)) {
@@ -324,7 +369,7 @@ pub(super) struct Chunk<'a, T: Element> {
 pub(super) struct ForwardChunk<'a, 'b, T: Element> {
     rows: &'a Rows<'a, T>,
     /// Gain and shift; `None` if only sums, or only `x + residual`, are wanted.
-    coefficients: Option<&'a [PerChannel<T>; 2]>,
+    coefficients: Option<[&'a [T::Acc]; 2]>,
     chunk: Chunk<'b, T>,
 }
 
@@ -339,8 +384,6 @@ impl<T: Element> WithSimd for ForwardChunk<'_, '_, T> {
             chunk,
         } = self;
         let cols = rows.cols();
-        let coefficients =
-            coefficients.map(|coefficients| coefficients.each_ref().map(Vec::as_slice));
         let mut y = chunk.output.map(RowWriter::new);
         let mut residual_out = chunk.residual_out.map(RowWriter::new);
         let mut sums = Subtotals::new(chunk.sums);
@@ -405,7 +448,7 @@ pub(super) struct BackwardChunk<'a, 'b, T: Element> {
     rows: &'a Rows<'a, T>,
     dy: &'a Matrix<'a, T>,
     /// Gain and decay; `None` if only sums are wanted.
-    coefficients: Option<&'a [PerChannel<T>; 2]>,
+    coefficients: Option<[&'a [T::Acc]; 2]>,
     chunk: Chunk<'b, T>,
 }
 
@@ -421,8 +464,6 @@ impl<T: Element> WithSimd for BackwardChunk<'_, '_, T> {
             chunk,
         } = self;
         let cols = rows.cols();
-        let coefficients =
-            coefficients.map(|coefficients| coefficients.each_ref().map(Vec::as_slice));
         let mut dx = chunk.output.map(RowWriter::new);
         let mut sums = Subtotals::new(chunk.sums);
         let scaler = match rows.norm {
@@ -520,6 +561,32 @@ mod tests {
 
     fn matrix<T>(values: &[T], cols: usize) -> Matrix<'_, T> {
         Matrix::packed(values.len() / cols, cols, values)
+    }
+
+    fn slices<A>(coefficients: Option<&[Vec<A>; 2]>) -> Option<[&[A]; 2]> {
+        coefficients.map(|both| both.each_ref().map(Vec::as_slice))
+    }
+
+    fn forward<T: Chunks>(
+        rows: &Rows<T>,
+        coefficients: Option<&[PerChannel<T>; 2]>,
+        sums: bool,
+    ) -> (Written<T>, Option<SquareSums<T>>) {
+        super::forward(rows, slices(coefficients), sums)
+    }
+
+    /// The output alone.
+    fn normalize<T: Chunks>(rows: &Rows<T>, coefficients: &[PerChannel<T>; 2]) -> Vec<T> {
+        forward(rows, Some(coefficients), false).0.y.unwrap()
+    }
+
+    fn backward<T: Chunks>(
+        rows: &Rows<T>,
+        dy: &Matrix<T>,
+        coefficients: Option<&[PerChannel<T>; 2]>,
+        sums: BackwardSums,
+    ) -> (Option<Vec<T>>, PerChannel<T>) {
+        super::backward(rows, dy, slices(coefficients), sums)
     }
 
     /// Groups of group scaling, without ε.
