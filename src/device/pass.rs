@@ -67,7 +67,7 @@ impl Affine {
         }
     }
 
-    fn is_tracked(&self) -> bool {
+    pub fn is_tracked(&self) -> bool {
         self.weight.track_op() || self.bias.as_ref().is_some_and(Tensor::track_op)
     }
 }
@@ -448,7 +448,7 @@ pub(crate) fn check_device(layer: &str, name: &str, device: &Device, own: &Devic
 }
 
 /// `true` if devices compute rows of this dtype.
-fn is_computed(dtype: DType) -> bool {
+pub(crate) fn is_computed(dtype: DType) -> bool {
     matches!(dtype, DType::F32 | DType::F64 | DType::F16 | DType::BF16)
 }
 

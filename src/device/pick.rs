@@ -1,5 +1,6 @@
 //! Picks a layer's device, and has it run a forward.
 
+pub(crate) use super::cpu::Folded;
 #[cfg(feature = "cuda")]
 use super::cuda;
 use super::pass::{Pass, RowNorm};
@@ -107,6 +108,11 @@ impl DeviceKind {
             Self::Cuda(kernels) => cuda::readable_x(kernels, x, norm),
             _ => self.readable(x),
         }
+    }
+
+    /// `true` if an evaluation without gradients is faster with γ/D from [`Folded`].
+    pub fn folds(&self) -> bool {
+        matches!(self, Self::Cpu)
     }
 
     /// The device on which a layer on `device` exchanges its sums.

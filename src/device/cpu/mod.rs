@@ -4,6 +4,7 @@
 //!
 //! - `step.rs`: a forward and its backward from top to bottom, and the equations on channels.
 //! - `rows.rs`: the walks of a step, in the dtype of its rows.
+//! - `folded.rs`: what an evaluation keeps for the next.
 //! - `layout.rs`: candle's tensors as rows.
 //! - `run/`: the walk over all rows in chunks, on threads, at a level of vector instructions; the
 //!   outputs that it writes.
@@ -18,12 +19,14 @@
 //! - A *chunk* is the rows that a thread takes at a time. It has column sums of its own.
 
 mod convert;
+mod folded;
 mod layout;
 mod row;
 mod rows;
 mod run;
 mod step;
 
+pub(crate) use folded::Folded;
 pub(super) use layout::readable;
 pub(super) use step::{evaluate, forward};
 

@@ -5,6 +5,7 @@ use super::convert::{Element, PerChannel, to_f64, to_sums_dtype};
 use super::layout::{Rows, channels_of, matrix, on_cpu, packed, storage, with_rows};
 use super::row::BackwardSums;
 use super::run::{self, Chunks, SquareSums};
+use crate::device::Outputs;
 use crate::device::pass::Pass;
 use candle::{DType, Layout, Result, Storage, Tensor, WithDType};
 use half::{bf16, f16};
@@ -19,7 +20,7 @@ pub(super) enum Coefficients {
     Values([Vec<f64>; 2]),
 }
 
-/// What a forward wrote, shaped as its input, and the squares that it summed.
+/// What a training forward wrote, shaped as its input, and the squares that it summed.
 pub(super) struct Walked {
     /// `None` if there were no coefficients.
     pub y: Option<Storage>,
@@ -70,25 +71,48 @@ macro_rules! of_dtype {
     };
 }
 
-/// `x + residual` if there is a residual, `y = gain ⊙ x̃ + shift` if there are coefficients, and the
-/// squares of x̃ if they are to be summed.
-pub(super) fn forward(
+/// `y = gain ⊙ x̃ + shift` of the rows or, if their sum with the residual is there, of `sum`.
+pub(super) fn normalize(
     pass: &Pass,
-    coefficients: Option<&Coefficients>,
-    sums: bool,
-) -> Result<Walked> {
-    of_dtype!(pass, forward_of(coefficients, sums))
+    sum: Option<&Storage>,
+    coefficients: &Coefficients,
+) -> Result<Outputs> {
+    of_dtype!(pass, normalize_of(sum, coefficients))
 }
 
 #[inline]
-fn forward_of<T: Chunks>(
+fn normalize_of<T: Chunks>(
     pass: &Pass,
-    coefficients: Option<&Coefficients>,
-    sums: bool,
-) -> Result<Walked> {
-    with_rows::<T, _>(pass, pass.residual.as_ref(), pass.keep.as_ref(), |rows| {
+    sum: Option<&Storage>,
+    coefficients: &Coefficients,
+) -> Result<Outputs> {
+    let residual = pass.residual.as_ref().filter(|_| sum.is_none());
+    with_rows::<T, _>(pass, residual, pass.keep.as_ref(), |rows| {
+        let of_sum = match sum {
+            Some(sum) => Some(rows.of_sum(on_cpu(sum)?.as_slice()?)),
+            None => None,
+        };
+        let rows = of_sum.as_ref().unwrap_or(rows);
         with_coefficients(pass, rows, coefficients, pass.bias(), |coefficients| {
-            let (written, sums) = run::forward(rows, coefficients, sums);
+            let (y, residual_out) = run::normalize(rows, coefficients);
+            Ok(Outputs {
+                y: storage(y),
+                residual_out: residual_out.map(storage),
+            })
+        })
+    })
+}
+
+/// `x + residual` if there is a residual, `y = gain ⊙ x̃ + shift` if there are coefficients, and the
+/// squares of x̃.
+pub(super) fn forward(pass: &Pass, coefficients: Option<&Coefficients>) -> Result<Walked> {
+    of_dtype!(pass, forward_of(coefficients))
+}
+
+fn forward_of<T: Chunks>(pass: &Pass, coefficients: Option<&Coefficients>) -> Result<Walked> {
+    with_rows::<T, _>(pass, pass.residual.as_ref(), pass.keep.as_ref(), |rows| {
+        let walk = |coefficients: Option<[&[T::Acc]; 2]>| {
+            let (written, sums) = run::forward(rows, coefficients, true);
             let squares = sums.map(|sums| match &written.residual_out {
                 Some(sum) => batch_squares(&rows.of_sum(sum), sums),
                 None => batch_squares(rows, sums),
@@ -98,41 +122,15 @@ fn forward_of<T: Chunks>(
                 residual_out: written.residual_out.map(storage),
                 squares,
             })
-        })
-    })
-}
-
-/// `y = gain ⊙ x̃ + shift`, of the sum with the residual if there is one.
-pub(super) fn normalize(
-    pass: &Pass,
-    sum: Option<&Storage>,
-    coefficients: &Coefficients,
-) -> Result<Option<Storage>> {
-    of_dtype!(pass, normalize_of(sum, coefficients))
-}
-
-fn normalize_of<T: Chunks>(
-    pass: &Pass,
-    sum: Option<&Storage>,
-    coefficients: &Coefficients,
-) -> Result<Option<Storage>> {
-    with_rows::<T, _>(pass, None, pass.keep.as_ref(), |rows| {
-        let sum = match sum {
-            Some(sum) => Some(on_cpu(sum)?.as_slice::<T>()?),
-            None => None,
         };
-        let of_sum = sum.map(|sum| rows.of_sum(sum));
-        let rows = of_sum.as_ref().unwrap_or(rows);
-        with_coefficients(
-            pass,
-            rows,
-            Some(coefficients),
-            pass.bias(),
-            |coefficients| {
-                let (written, _) = run::forward(rows, coefficients, false);
-                Ok(written.y.map(storage))
-            },
-        )
+        match coefficients {
+            Some(coefficients) => {
+                with_coefficients(pass, rows, coefficients, pass.bias(), |both| {
+                    walk(Some(both))
+                })
+            }
+            None => walk(None),
+        }
     })
 }
 
@@ -158,11 +156,17 @@ fn backward_of<T: Chunks>(
     with_rows::<T, _>(pass, None, pass.backward_keep(), |rows| {
         let (dy, layout) = dy.storage_and_layout();
         let dy = matrix(&dy, layout)?;
-        with_coefficients(pass, rows, coefficients, None, |coefficients| {
+        let walk = |coefficients: Option<[&[T::Acc]; 2]>| {
             let (dx, sums) = run::backward(rows, &dy, coefficients, sums);
             let (dy_x, dy_sum) = sums.split_at(sums.len().min(rows.cols()));
             Ok((dx.map(storage), [dy_x, dy_sum].map(to_f64::<T>)))
-        })
+        };
+        match coefficients {
+            Some(coefficients) => {
+                with_coefficients(pass, rows, coefficients, None, |both| walk(Some(both)))
+            }
+            None => walk(None),
+        }
     })
 }
 
@@ -177,17 +181,16 @@ fn backward_of<T: Chunks>(
 fn with_coefficients<T: Chunks, R>(
     pass: &Pass,
     rows: &Rows<T>,
-    coefficients: Option<&Coefficients>,
+    coefficients: &Coefficients,
     second: Option<&Tensor>,
-    run: impl FnOnce(Option<[&[T::Acc]; 2]>) -> Result<R>,
+    run: impl FnOnce([&[T::Acc]; 2]) -> Result<R>,
 ) -> Result<R> {
     match coefficients {
-        None => run(None),
-        Some(Coefficients::Values(values)) => {
+        Coefficients::Values(values) => {
             let [first, second] = (values.each_ref()).map(|values| to_sums_dtype::<T>(values));
-            run(Some([&first, &second]))
+            run([&first, &second])
         }
-        Some(Coefficients::Parameters) => {
+        Coefficients::Parameters => {
             let offset = pass.affine.as_ref().map_or(0., |affine| affine.offset);
             let weight = pass.weight().map(Tensor::storage_and_layout);
             let locked = second.map(Tensor::storage_and_layout);
@@ -201,11 +204,11 @@ fn with_coefficients<T: Chunks, R>(
                 None => vec![T::Acc::zero(); cols].into(),
             };
             if run::runs_here(rows) {
-                return run(Some([&gain, &second]));
+                return run([&gain, &second]);
             }
             let [gain, second] = [gain, second].map(Cow::into_owned);
             drop((weight, locked));
-            run(Some([&gain, &second]))
+            run([&gain, &second])
         }
     }
 }

@@ -16,7 +16,7 @@
 use super::convert::overflowed;
 use super::layout::{channels, set_channels};
 use super::row::BackwardSums;
-use super::rows::{self, BatchSquares, Coefficients, MeanSquares, Walked};
+use super::rows::{self, BatchSquares, Coefficients, MeanSquares};
 use crate::config::{ForwardKind, PhiStep};
 use crate::device::pass::{Affine, Pass, RowNorm};
 use crate::device::{Env, Gradients, Nu, Outputs, Record, Wanted, sums_dtype};
@@ -44,25 +44,13 @@ struct BatchStatistics {
 /// Runs a forward that moves nothing.
 pub(in crate::device) fn evaluate(pass: &Pass) -> Result<(Box<dyn Record>, Outputs)> {
     let Some(phi) = &pass.phi else {
-        let outputs = outputs(rows::forward(pass, Some(&Coefficients::Parameters), false)?);
+        let outputs = rows::normalize(pass, None, &Coefficients::Parameters)?;
         return Ok((Box::new(Alone), outputs));
     };
     let inv_d = inverse_roots(&channels(phi)?, pass.eps);
     let coefficients = output_coefficients(pass, &inv_d)?;
-    let outputs = outputs(rows::forward(pass, Some(&coefficients), false)?);
+    let outputs = rows::normalize(pass, None, &coefficients)?;
     Ok((Box::new(Forwarded { inv_d, batch: None }), outputs))
-}
-
-/// The outputs of a walk with coefficients.
-#[inline]
-fn outputs(walked: Walked) -> Outputs {
-    let Some(y) = walked.y else {
-        unreachable!("a walk with coefficients writes its output")
-    };
-    Outputs {
-        y,
-        residual_out: walked.residual_out,
-    }
 }
 
 /// The record of rows that are normalized by themselves alone: D is 1.
@@ -139,11 +127,11 @@ pub(in crate::device) fn forward(
         true => None,
         false => Some(output_coefficients(pass, &forwarded.inv_d)?),
     };
-    let mut walked = rows::forward(pass, coefficients.as_ref(), true)?;
+    let walked = rows::forward(pass, coefficients.as_ref())?;
 
     // ψ_B², 1/D and Γ, over the rows of all ranks.
     let mut batch_phi = None;
-    if let Some(squares) = walked.squares.take() {
+    if let Some(squares) = walked.squares {
         let squares = match env.has_ranks() {
             true => exchange_squares(squares, env)?,
             false => squares,
@@ -169,17 +157,20 @@ pub(in crate::device) fn forward(
     }
 
     // y with the batch's statistic, or with ψ² if no row is kept.
-    if by_batch {
-        let coefficients = output_coefficients(pass, &forwarded.inv_d)?;
-        walked.y = rows::normalize(pass, walked.residual_out.as_ref(), &coefficients)?;
-    }
-    let outputs = outputs(walked);
+    let residual_out = walked.residual_out;
+    let y = match walked.y {
+        Some(y) => y,
+        None => {
+            let coefficients = output_coefficients(pass, &forwarded.inv_d)?;
+            rows::normalize(pass, residual_out.as_ref(), &coefficients)?.y
+        }
+    };
 
     // ψ² moves last, because what comes before it can fail.
     if let Some(batch_phi) = batch_phi {
         env.move_phi(&mut |phi, step| update_phi(pass, phi, step, &batch_phi))?;
     }
-    Ok((Box::new(forwarded), outputs))
+    Ok((Box::new(forwarded), Outputs { y, residual_out }))
 }
 
 impl Record for Forwarded {
@@ -296,17 +287,23 @@ fn exchange_squares(local: BatchSquares, env: &mut dyn Env) -> Result<BatchSquar
 
 /// Gain and shift of `y = gain ⊙ X̃ + shift`: γ/D and β.
 fn output_coefficients(pass: &Pass, inv_d: &[f64]) -> Result<Coefficients> {
-    let mut gain = inv_d.to_vec();
-    if let Some(affine) = &pass.affine {
-        for (gain, weight) in gain.iter_mut().zip(weights(affine)?) {
-            *gain *= weight;
-        }
-    }
+    let gain = output_gain(pass.affine.as_ref(), inv_d)?;
     let shift = match pass.bias() {
         Some(bias) => channels(bias)?,
         None => vec![0.; gain.len()],
     };
     Ok(Coefficients::Values([gain, shift]))
+}
+
+/// γ/D.
+pub(super) fn output_gain(affine: Option<&Affine>, inv_d: &[f64]) -> Result<Vec<f64>> {
+    let mut gain = inv_d.to_vec();
+    if let Some(affine) = affine {
+        for (gain, weight) in gain.iter_mut().zip(weights(affine)?) {
+            *gain *= weight;
+        }
+    }
+    Ok(gain)
 }
 
 /// γ in f64.
@@ -320,7 +317,7 @@ fn weights(affine: &Affine) -> Result<Vec<f64>> {
 
 /// 1/D = 1/sqrt(ψ² + ε). If ψ² has overflowed, 1/D is NaN: with 0 the output would be 0, which
 /// nobody would notice.
-fn inverse_roots(phi: &[f64], eps: f64) -> Vec<f64> {
+pub(super) fn inverse_roots(phi: &[f64], eps: f64) -> Vec<f64> {
     let inverse_root = |phi: &f64| match phi + eps {
         square if square.is_finite() => square.sqrt().recip(),
         _ => f64::NAN,
@@ -788,7 +785,7 @@ mod tests {
         pass.x = Tensor::new(&x, &Device::Cpu)?;
         let keep = Tensor::new(&[1u8, 1, 0], &Device::Cpu)?;
         pass.keep = Some(keep);
-        let squares = rows::forward(&pass, None, true)?.squares.unwrap();
+        let squares = rows::forward(&pass, None)?.squares.unwrap();
         let bound = |a: f64, e: f64| assert!((a / e - 1.).abs() < 1e-6, "{a} {e}");
         let (kept, all) = (&squares.kept, squares.for_gamma());
         assert_eq!((kept.rows, all.rows), (2, 3));
