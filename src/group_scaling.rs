@@ -89,6 +89,6 @@ impl Module for GroupScaling {
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
         let (count, eps) = (self.groups, self.eps);
         let pass = Pass::of_rows(LAYER, xs, RowNorm::Groups { count, eps }, None)?;
-        op::normalize(pass, None, None)
+        op::normalize(pass, None)
     }
 }

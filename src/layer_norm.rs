@@ -234,7 +234,7 @@ impl LayerNorm {
     /// ```
     pub fn forward_residual(&self, xs: &Tensor, residual: &Tensor) -> Result<(Tensor, Tensor)> {
         let pass = self.pass(LAYER, xs)?.with_residual(residual)?;
-        op::add_and_normalize(pass, None, None)
+        op::add_and_normalize(pass, None)
     }
 
     /// The layer `name` on the tensors of `vb`.
@@ -297,6 +297,6 @@ impl Module for LayerNorm {
     ///   the bias has another shape or device.
     /// - ε is not positive and finite in the dtype of the sums.
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
-        op::normalize(self.pass(LAYER, xs)?, None, None)
+        op::normalize(self.pass(LAYER, xs)?, None)
     }
 }

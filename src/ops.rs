@@ -58,7 +58,7 @@ use candle::{DType, Result, Tensor};
 pub fn layer_norm(xs: &Tensor, alpha: &Tensor, beta: &Tensor, eps: f32) -> Result<Tensor> {
     check("layer_norm", xs, alpha, Some(beta))?;
     let layer = LayerNorm::new(alpha.clone(), beta.clone(), eps.into());
-    op::normalize(layer.pass("layer_norm", xs)?, None, None)
+    op::normalize(layer.pass("layer_norm", xs)?, None)
 }
 
 /// RMSNorm of `xs`, `[.., C]`: `alpha` is γ, `[C]`. candle_nn's `ops::rms_norm`, with a backward.
@@ -69,7 +69,7 @@ pub fn layer_norm(xs: &Tensor, alpha: &Tensor, beta: &Tensor, eps: f32) -> Resul
 pub fn rms_norm(xs: &Tensor, alpha: &Tensor, eps: f32) -> Result<Tensor> {
     check("rms_norm", xs, alpha, None)?;
     let layer = LayerNorm::rms_norm(alpha.clone(), eps.into());
-    op::normalize(layer.pass("rms_norm", xs)?, None, None)
+    op::normalize(layer.pass("rms_norm", xs)?, None)
 }
 
 /// Returns [`layer_norm`] of `xs + residual`, and the sum.
@@ -87,7 +87,7 @@ pub fn add_layer_norm(
     check("add_layer_norm", xs, alpha, Some(beta))?;
     let layer = LayerNorm::new(alpha.clone(), beta.clone(), eps.into());
     let pass = layer.pass("add_layer_norm", xs)?.with_residual(residual)?;
-    op::add_and_normalize(pass, None, None)
+    op::add_and_normalize(pass, None)
 }
 
 /// Returns [`rms_norm`] of `xs + residual`, and the sum.
@@ -104,7 +104,7 @@ pub fn add_rms_norm(
     check("add_rms_norm", xs, alpha, None)?;
     let layer = LayerNorm::rms_norm(alpha.clone(), eps.into());
     let pass = layer.pass("add_rms_norm", xs)?.with_residual(residual)?;
-    op::add_and_normalize(pass, None, None)
+    op::add_and_normalize(pass, None)
 }
 
 /// The softmax of `xs` over its last dimension. candle_nn's `ops::softmax_last_dim`, with a

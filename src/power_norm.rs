@@ -1,13 +1,14 @@
 //! PowerNorm: the forward passes and the accessors.
 
 use crate::config::{ForwardKind, PowerNormConfig, state_dtype};
-use crate::device::pass::{Affine, Channels, Pass};
-use crate::device::pick::DeviceKind;
+use crate::device::pass::{Affine, Channels, Pass, RowNorm, is_computed};
+use crate::device::pick::{DeviceKind, Folded};
+use crate::device::sums_dtype;
 use crate::loss_scale::LossScale;
 use crate::mode::{Mode, Purpose};
 use crate::op;
-use crate::op::step::Training;
-use crate::ranks::{Exchange, Member, Ranks, Turn};
+use crate::op::step::{Step, Training};
+use crate::ranks::{Exchange, Member, Ranks};
 use crate::state::{State, same_device};
 use candle::{DType, Module, Result, Tensor};
 use candle_nn::ModuleT;
@@ -96,6 +97,8 @@ const LAYER: &str = "power_norm";
 pub struct PowerNorm {
     affine: Option<Affine>,
     state: Arc<State>,
+    /// γ/D of the last evaluation on a CPU.
+    folded: Arc<Folded>,
     device: DeviceKind,
     mode: Mode,
     /// Built on tensors that are no variables, so that a training forward evaluates: no `VarMap`
@@ -127,8 +130,8 @@ impl Module for PowerNorm {
     ///
     /// As in [`PowerNorm::forward_t`].
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
-        let (pass, training, turn) = self.pass(xs, None, None, self.mode.purpose())?;
-        op::normalize(pass, training, turn)
+        let (pass, step) = self.pass(xs, None, None, self.mode.purpose())?;
+        op::normalize(pass, step)
     }
 }
 
@@ -166,6 +169,7 @@ impl PowerNorm {
             affine: weight.map(|weight| Affine::new(weight, bias)),
             device: DeviceKind::of(state.device())?,
             state: Arc::new(state),
+            folded: Arc::default(),
             mode: match trainable {
                 true => Mode::train(),
                 false => Mode::eval(),
@@ -212,8 +216,8 @@ impl PowerNorm {
     /// # Ok(()) }
     /// ```
     pub fn forward_t(&self, xs: &Tensor, train: bool) -> Result<Tensor> {
-        let (pass, training, turn) = self.pass(xs, None, None, Purpose::of(train))?;
-        op::normalize(pass, training, turn)
+        let (pass, step) = self.pass(xs, None, None, Purpose::of(train))?;
+        op::normalize(pass, step)
     }
 
     /// Normalizes `xs`, `[.., size]`, and leaves padding out of the statistics. The layer's
@@ -238,8 +242,8 @@ impl PowerNorm {
         xs: &Tensor,
         keep: impl Into<Option<&'a Tensor>>,
     ) -> Result<Tensor> {
-        let (pass, training, turn) = self.pass(xs, None, keep.into(), self.mode.purpose())?;
-        op::normalize(pass, training, turn)
+        let (pass, step) = self.pass(xs, None, keep.into(), self.mode.purpose())?;
+        op::normalize(pass, step)
     }
 
     /// Adds `residual` to `xs`, and returns the normalized sum and the sum. In a pre-norm
@@ -262,8 +266,8 @@ impl PowerNorm {
         keep: impl Into<Option<&'a Tensor>>,
     ) -> Result<(Tensor, Tensor)> {
         let (residual, purpose) = (Some(residual), self.mode.purpose());
-        let (pass, training, turn) = self.pass(xs, residual, keep.into(), purpose)?;
-        op::add_and_normalize(pass, training, turn)
+        let (pass, step) = self.pass(xs, residual, keep.into(), purpose)?;
+        op::add_and_normalize(pass, step)
     }
 
     /// The same layer, which follows `mode` from now on. Give one `Mode` to all layers of a model.
@@ -465,16 +469,35 @@ impl PowerNorm {
         }
     }
 
-    /// The checked pass of a forward and, unless it is an evaluation, the state that it moves and
-    /// its turn among the ranks, which goes to the op with the rest: a turn that is dropped tells
-    /// the other ranks that this call failed.
+    /// γ/D and β, with which an evaluation is a normalization of rows by themselves. `None` if a
+    /// gradient is tracked, which would be that of γ/D, or if the device or the dtype does not fit.
+    fn folded_affine(&self, xs: &Tensor, residual: Option<&Tensor>) -> Result<Option<Affine>> {
+        let affine = self.affine.as_ref();
+        let is_tracked = xs.track_op()
+            || residual.is_some_and(Tensor::track_op)
+            || affine.is_some_and(Affine::is_tracked);
+        let weight = affine.map(|affine| &affine.weight);
+        let fits = weight.is_none_or(|weight| {
+            weight.is_contiguous() && [xs.dtype(), DType::F32].contains(&weight.dtype())
+        });
+        if is_tracked || !fits || !self.device.folds() || !is_computed(xs.dtype()) {
+            return Ok(None);
+        }
+        let (phi, dtype) = (self.state.evaluated()?, sums_dtype(xs.dtype()));
+        let gain = (self.folded).gain(phi, affine, self.config().eps, dtype)?;
+        let bias = affine.and_then(|affine| affine.bias.clone());
+        Ok(Some(Affine::new(gain, bias)))
+    }
+
+    /// The checked pass of a forward and, unless it is an evaluation, its step. The step has the
+    /// turn among the ranks: a turn that is dropped tells the other ranks that this call failed.
     fn pass(
         &self,
         xs: &Tensor,
         residual: Option<&Tensor>,
         keep: Option<&Tensor>,
         asked: Purpose,
-    ) -> Result<(Pass, Option<Training>, Option<Turn<'_>>)> {
+    ) -> Result<(Pass, Option<Step<'_>>)> {
         let (purpose, config) = (self.purpose(asked), self.config());
         let exchange = match purpose {
             Purpose::Evaluation => None,
@@ -485,6 +508,17 @@ impl PowerNorm {
         // Before the checks: if one fails, dropping the turn tells the other ranks.
         let turn = (self.ranks.as_ref().zip(exchange)).map(|(ranks, of)| ranks.turn(of));
 
+        if purpose == Purpose::Evaluation
+            && keep.is_none()
+            && let Some(affine) = self.folded_affine(xs, residual)?
+        {
+            let norm = RowNorm::of_groups(config.group_scaling, config.eps);
+            let mut pass = Pass::of_rows(LAYER, xs, norm, Some(affine))?;
+            if let Some(residual) = residual {
+                pass = pass.with_residual(residual)?;
+            }
+            return Ok((pass, None));
+        }
         let in_place = (self.device).reads_phi_in_place(xs.device(), self.state.device());
         let (phi, step_count) = self.state.begin(in_place)?;
         let channels = Channels {
@@ -514,14 +548,17 @@ impl PowerNorm {
             pass = pass.with_keep(keep)?;
         }
 
-        let training = trains.then(|| Training {
-            state: self.state.clone(),
-            purpose,
-            loss_scale: self.loss_scale.clone(),
-            ranks: self.ranks.clone(),
-            step_count,
+        let step = trains.then(|| Step {
+            training: Training {
+                state: self.state.clone(),
+                purpose,
+                loss_scale: self.loss_scale.clone(),
+                ranks: self.ranks.clone(),
+                step_count,
+            },
+            turn,
         });
-        Ok((pass, training, turn))
+        Ok((pass, step))
     }
 }
 
@@ -619,9 +656,9 @@ mod tests {
         xs: &Tensor,
         purpose: Purpose,
     ) -> Result<(Pass, Option<Training>)> {
-        let (pass, training, turn) = layer.pass(xs, None, None, purpose)?;
-        assert!(turn.is_none());
-        Ok((pass, training))
+        let (pass, step) = layer.pass(xs, None, None, purpose)?;
+        assert!(step.as_ref().is_none_or(|step| step.turn.is_none()));
+        Ok((pass, step.map(|step| step.training)))
     }
 
     #[test]
@@ -658,16 +695,14 @@ mod tests {
         Ok(())
     }
 
-    /// A layer may normalize its own ψ², of which it reads a copy.
+    /// A step may normalize the layer's own ψ², of which it reads a copy.
     #[test]
     fn rows_of_the_layers_own_state_are_copied() -> Result<()> {
         let layer = layer(true)?;
         let (own, _) = layer.state.begin(true)?;
         let rows = own.reshape((1, 2))?;
-        for purpose in [Purpose::Evaluation, Purpose::Training] {
-            let (pass, _) = pass_of(&layer, &rows, purpose)?;
-            assert!(!layer.state.owns(pass.x()), "{purpose:?}");
-        }
+        let (pass, _) = pass_of(&layer, &rows, Purpose::Training)?;
+        assert!(!layer.state.owns(pass.x()));
         Ok(())
     }
 

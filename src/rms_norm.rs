@@ -151,7 +151,7 @@ impl RmsNorm {
     /// As in [`forward`](#method.forward), or `residual` has another dtype, shape or device.
     pub fn forward_residual(&self, xs: &Tensor, residual: &Tensor) -> Result<(Tensor, Tensor)> {
         let pass = self.0.pass(LAYER, xs)?.with_residual(residual)?;
-        op::add_and_normalize(pass, None, None)
+        op::add_and_normalize(pass, None)
     }
 
     /// The layer as a [`LayerNorm`] that removes no mean.
@@ -195,6 +195,6 @@ impl Module for RmsNorm {
     /// - The weight's rank is not 1, it has no channels, or its dtype is not one of those above.
     /// - ε is not positive and finite in the dtype of the sums.
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
-        op::normalize(self.0.pass(LAYER, xs)?, None, None)
+        op::normalize(self.0.pass(LAYER, xs)?, None)
     }
 }

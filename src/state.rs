@@ -4,7 +4,7 @@ use crate::config::{PhiStep, PowerNormConfig, Shares};
 use crate::device::pass::storage_of;
 use crate::error::Error;
 use crate::mode::Purpose;
-use candle::{DType, Device, Result, Tensor, Var};
+use candle::{DType, Device, Result, Storage, Tensor, Var};
 use candle_nn::{Init, VarBuilder};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -235,6 +235,15 @@ impl State {
         Ok((phi, self.steps()?))
     }
 
+    /// ψ² in its variable, for an evaluation that reads it at once. Rejects what [`begin`](Self::begin)
+    /// does.
+    pub fn evaluated(&self) -> Result<&Var> {
+        let _guard = self.lock();
+        self.check_groups()?;
+        self.steps()?;
+        Ok(&self.running_phi)
+    }
+
     /// Moves ψ² with `update`, under the lock. Then counts the step, and records its group scaling.
     pub fn update_phi(
         &self,
@@ -382,7 +391,12 @@ pub(crate) fn same_device(name: &'static str, tensor: &Tensor, expected: &Device
 
 /// The number in a variable of one, which is on the CPU.
 fn first(count: &Var) -> Result<i64> {
-    Ok(count.as_detached_tensor().to_vec1::<i64>()?[0])
+    // In place, because a copy would take as long as half of an evaluation of one row.
+    let (storage, layout) = count.storage_and_layout();
+    match &*storage {
+        Storage::Cpu(storage) => Ok(storage.as_slice::<i64>()?[layout.start_offset()]),
+        _ => unreachable!("counts are on the CPU"),
+    }
 }
 
 fn as_var(name: &'static str, tensor: &Tensor, expected: DType) -> Result<Var> {

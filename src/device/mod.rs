@@ -1,9 +1,10 @@
 //! The interface between the layer and its devices: what a pass asks of the outside, and what it
 //! returns. [`pass`] has what it computes.
 //!
-//! [`Pass::forward`] runs a forward and returns a [`Saved`], whose [`backward`](Saved::backward)
-//! runs the backward. Each device has both as straight-line code, to be read from top to bottom
-//! beside the equations of [`Recipe`](crate::Recipe). A training forward
+//! [`Pass::forward`] runs a training forward, and [`Pass::evaluate`] any other. The record that they
+//! return becomes a [`Saved`], whose [`backward`](Saved::backward) runs the backward. Each device has them as
+//! straight-line code, to be read from top to bottom beside the equations of
+//! [`Recipe`](crate::Recipe). A training forward
 //!
 //! 1. sums the squares of its rows, and writes the output in the same pass unless the batch's own
 //!    statistic normalizes;
@@ -100,7 +101,7 @@ impl Saved {
 /// [`Saved`] alone calls it: with the pass of that forward, in which the sum stands for the input
 /// and its residual, and with a `dy` that has the shape, dtype and device of `x` and a layout that
 /// the device reads.
-trait Record: Send + Sync {
+pub(crate) trait Record: Send + Sync {
     fn backward(
         &self,
         pass: &Pass,
@@ -142,6 +143,35 @@ pub(crate) trait Env {
     /// Calls `update` once. If this backward moves ν, the state is locked meanwhile and `update`
     /// gets ν.
     fn move_nu(&mut self, update: &mut dyn FnMut(Option<&Nu>) -> Result<()>) -> Result<()>;
+}
+
+/// The [`Env`] of a pass that is no step: of rows by themselves, or of an evaluation.
+pub(crate) struct Evaluation;
+
+impl Env for Evaluation {
+    fn has_ranks(&self) -> bool {
+        false
+    }
+
+    fn announcement(&self) -> Option<Announcement> {
+        None
+    }
+
+    fn exchange(&mut self, _: Tensor) -> Result<Tensor> {
+        unreachable!("an evaluation has no ranks")
+    }
+
+    fn move_phi(&mut self, _: &mut dyn FnMut(&Var, &PhiStep) -> Result<()>) -> Result<()> {
+        unreachable!("an evaluation moves no ψ²")
+    }
+
+    fn nu(&self) -> Option<Nu<'_>> {
+        None
+    }
+
+    fn move_nu(&mut self, update: &mut dyn FnMut(Option<&Nu>) -> Result<()>) -> Result<()> {
+        update(None)
+    }
 }
 
 /// The numbers that a rank sends ahead of its sums, to be added up with them. Unless each comes

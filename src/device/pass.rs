@@ -43,7 +43,6 @@ pub(crate) struct Pass {
     /// ε of D.
     pub(super) eps: f64,
     /// A backward may follow.
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub(super) tracked: bool,
     /// Private, so that every other file has to call a constructor.
     _checked: (),
@@ -66,6 +65,10 @@ impl Affine {
             offset,
             bias,
         }
+    }
+
+    pub fn is_tracked(&self) -> bool {
+        self.weight.track_op() || self.bias.as_ref().is_some_and(Tensor::track_op)
     }
 }
 
@@ -118,9 +121,15 @@ impl Pass {
         };
         let shape = (size, own.clone());
         let device = DeviceKind::of(x.device())?;
-        let pass = Self::checked(device, layer, x, shape, norm, affine)?;
-        let x = pass.device.readable_x(x, norm)?;
-        Ok(Self { x, ..pass })
+        Self::checked(
+            device,
+            layer,
+            x,
+            shape,
+            norm,
+            affine,
+            DeviceKind::readable_x,
+        )
     }
 
     /// A forward of PowerNorm, which divides each channel by D.
@@ -134,9 +143,9 @@ impl Pass {
         let Channels { phi, eps, .. } = channels;
         let norm = RowNorm::of_groups(channels.groups, eps);
         let shape = (phi.elem_count(), phi.device().clone());
-        let pass = Self::checked(device.clone(), layer, x, shape, norm, affine)?;
+        let readable = |device: &DeviceKind, x: &Tensor, _| device.readable(x);
+        let pass = Self::checked(device.clone(), layer, x, shape, norm, affine, readable)?;
         Ok(Self {
-            x: device.readable(x)?,
             phi: Some(phi),
             kind: channels.kind,
             recipe: channels.recipe,
@@ -146,7 +155,7 @@ impl Pass {
     }
 
     /// The pass of one device and row normalization, for an input and parameters of `size` channels
-    /// on `own`. The caller brings `x` into a layout that the device reads.
+    /// on `own`. `readable` brings `x` into a layout that the device reads.
     fn checked(
         device: DeviceKind,
         layer: &'static str,
@@ -154,6 +163,7 @@ impl Pass {
         (size, own): (usize, Device),
         norm: RowNorm,
         affine: Option<Affine>,
+        readable: impl FnOnce(&DeviceKind, &Tensor, RowNorm) -> Result<Tensor>,
     ) -> Result<Self> {
         if let Some(affine) = &affine {
             check_affine(layer, affine)?;
@@ -175,15 +185,12 @@ impl Pass {
                  choose another number of groups"
             )
         }
-        let of_affine = affine.iter().flat_map(|affine| {
-            let Affine { weight, bias, .. } = affine;
-            [Some(weight), bias.as_ref()].into_iter().flatten()
-        });
-        let tracked = of_affine.chain([x]).any(Tensor::track_op);
-        let packed = |affine: Affine| -> Result<_> {
-            let weight = apart(affine.weight.contiguous()?, [Some(x)])?;
-            let others = [Some(x), Some(&weight)];
-            let bias = (affine.bias).map(|bias| apart(bias.contiguous()?, others));
+        let tracked = x.track_op() || affine.as_ref().is_some_and(Affine::is_tracked);
+        let checked = |affine: Affine| -> Result<_> {
+            let of_x = storage_of(x);
+            let weight = apart(packed(affine.weight)?, &[of_x])?;
+            let of_weight = storage_of(&weight);
+            let bias = (affine.bias).map(|bias| apart(packed(bias)?, &[of_x, of_weight]));
             Ok(Affine {
                 bias: bias.transpose()?,
                 weight,
@@ -191,8 +198,8 @@ impl Pass {
             })
         };
         Ok(Self {
-            affine: affine.map(packed).transpose()?,
-            x: x.clone(),
+            affine: affine.map(checked).transpose()?,
+            x: readable(&device, x, norm)?,
             residual: None,
             keep: None,
             phi: None,
@@ -223,8 +230,7 @@ impl Pass {
         check_device(layer, "residual", residual.device(), x.device())?;
         self.tracked |= residual.track_op();
         self.x = self.device.readable(x)?;
-        let others = [Some(&self.x), self.weight(), self.bias()];
-        self.residual = Some(apart(self.device.readable(residual)?, others)?);
+        self.residual = Some(apart(self.device.readable(residual)?, &self.storages())?);
         Ok(self)
     }
 
@@ -270,6 +276,11 @@ impl Pass {
     /// its steps divide by the running statistic, and always under [`Recipe::Fairseq`].
     pub fn has_exact_gradients(&self) -> bool {
         !self.kind.is_training() || self.recipe.is_exact(self.kind)
+    }
+
+    /// A backward may follow.
+    pub fn is_tracked(&self) -> bool {
+        self.tracked
     }
 
     /// The rows, in a layout that the device reads.
@@ -331,10 +342,13 @@ impl Pass {
             )
         }
         check_device(layer, "the gradient", dy.device(), x.device())?;
-        apart(
-            self.device.readable(dy)?,
-            [Some(x), self.weight(), self.bias()],
-        )
+        apart(self.device.readable(dy)?, &self.storages())
+    }
+
+    /// The storages of the rows and the parameters.
+    fn storages(&self) -> Vec<*const Storage> {
+        let tensors = [Some(&self.x), self.weight(), self.bias()];
+        tensors.into_iter().flatten().map(storage_of).collect()
     }
 }
 
@@ -389,6 +403,7 @@ fn check_input(
 
 /// Checks a weight and a bias that no constructor has checked, because candle's constructors of
 /// LayerNorm and RMSNorm return no `Result`.
+#[inline]
 pub(crate) fn check_affine(layer: &str, affine: &Affine) -> Result<()> {
     let Affine { weight, bias, .. } = affine;
     let size = match weight.dims() {
@@ -419,6 +434,7 @@ pub(crate) fn check_affine(layer: &str, affine: &Affine) -> Result<()> {
 }
 
 /// Checks that `name` is on the device of a layer, `own`.
+#[inline]
 pub(crate) fn check_device(layer: &str, name: &str, device: &Device, own: &Device) -> Result<()> {
     // candle's `Device::same_device` would not do: it calls two handles of one GPU two devices.
     let (expected, got) = (own.location(), device.location());
@@ -432,7 +448,7 @@ pub(crate) fn check_device(layer: &str, name: &str, device: &Device, own: &Devic
 }
 
 /// `true` if devices compute rows of this dtype.
-fn is_computed(dtype: DType) -> bool {
+pub(crate) fn is_computed(dtype: DType) -> bool {
     matches!(dtype, DType::F32 | DType::F64 | DType::F16 | DType::BF16)
 }
 
@@ -446,19 +462,29 @@ fn as_bytes(keep: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// Returns the tensor, copied if it shares its storage with one of `others`.
+/// The tensor itself if it is contiguous, else a copy.
+#[inline]
+fn packed(tensor: Tensor) -> Result<Tensor> {
+    match tensor.is_contiguous() {
+        true => Ok(tensor),
+        false => tensor.contiguous(),
+    }
+}
+
+/// Returns the tensor, copied if its storage is one of `others`.
 ///
 /// A device locks them all for reading. Once another thread waits to write a storage, a thread that
 /// has locked it and locks it again waits for that writer, which waits for it.
-fn apart<const N: usize>(tensor: Tensor, others: [Option<&Tensor>; N]) -> Result<Tensor> {
-    let storage = storage_of(&tensor);
-    match (others.into_iter().flatten()).any(|other| storage_of(other) == storage) {
+#[inline]
+fn apart(tensor: Tensor, others: &[*const Storage]) -> Result<Tensor> {
+    match others.contains(&storage_of(&tensor)) {
         true => tensor.force_contiguous(),
         false => Ok(tensor),
     }
 }
 
 /// Identifies the storage that a tensor is a view of.
+#[inline]
 pub(crate) fn storage_of(tensor: &Tensor) -> *const Storage {
     &raw const *tensor.storage_and_layout().0
 }

@@ -1,9 +1,10 @@
 //! Picks a layer's device, and has it run a forward.
 
+pub(crate) use super::cpu::Folded;
 #[cfg(feature = "cuda")]
 use super::cuda;
 use super::pass::{Pass, RowNorm};
-use super::{Env, Outputs, Saved, composed, cpu};
+use super::{Env, Evaluation, Outputs, Record, Saved, composed, cpu};
 use crate::error::Error;
 use candle::{Device, Result, Tensor};
 use std::ffi::OsString;
@@ -25,17 +26,31 @@ pub(crate) enum DeviceKind {
 }
 
 impl Pass {
-    /// Runs a forward. If it is a training step, it moves ψ².
-    pub fn forward(mut self, env: &mut dyn Env) -> Result<(Saved, Outputs)> {
-        let (record, outputs) = match &self.device {
-            DeviceKind::Cpu => cpu::forward(&self, env)?,
+    /// Runs a forward that moves nothing: of rows by themselves, or an evaluation.
+    pub fn evaluate(&self) -> Result<(Box<dyn Record>, Outputs)> {
+        match &self.device {
+            DeviceKind::Cpu => cpu::evaluate(self),
             #[cfg(feature = "cuda")]
-            DeviceKind::Cuda(kernels) => cuda::forward(kernels, &self, env)?,
-            DeviceKind::Composed => composed::forward(&self, env)?,
-        };
+            DeviceKind::Cuda(kernels) => cuda::forward(kernels, self, &mut Evaluation),
+            DeviceKind::Composed => composed::forward(self, &mut Evaluation),
+        }
+    }
+
+    /// Runs a training forward, which moves ψ².
+    pub fn forward(&self, env: &mut dyn Env) -> Result<(Box<dyn Record>, Outputs)> {
+        match &self.device {
+            DeviceKind::Cpu => cpu::forward(self, env),
+            #[cfg(feature = "cuda")]
+            DeviceKind::Cuda(kernels) => cuda::forward(kernels, self, env),
+            DeviceKind::Composed => composed::forward(self, env),
+        }
+    }
+
+    /// What the backward of this forward needs.
+    pub fn saved(mut self, record: Box<dyn Record>) -> Saved {
         // A backward needs neither of them.
         (self.residual, self.phi) = (None, None);
-        Ok((Saved { pass: self, record }, outputs))
+        Saved { pass: self, record }
     }
 }
 
@@ -93,6 +108,11 @@ impl DeviceKind {
             Self::Cuda(kernels) => cuda::readable_x(kernels, x, norm),
             _ => self.readable(x),
         }
+    }
+
+    /// `true` if an evaluation without gradients is faster with γ/D from [`Folded`].
+    pub fn folds(&self) -> bool {
+        matches!(self, Self::Cpu)
     }
 
     /// The device on which a layer on `device` exchanges its sums.

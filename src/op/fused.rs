@@ -44,6 +44,7 @@ pub(crate) fn softmax_last_dim(xs: &Tensor) -> Result<Tensor> {
     }
 }
 
+#[derive(Clone)]
 struct Softmax {
     output: Computed,
 }
@@ -195,6 +196,7 @@ impl Rotation {
     }
 }
 
+#[derive(Clone)]
 struct Rotate {
     rotation: Rotation,
     output: Computed,

@@ -3,11 +3,11 @@
 //! A call passes through here once in each direction:
 //!
 //! 1. The layer makes a [`Pass`], which checks the arguments, and calls [`normalize`] or
-//!    [`add_and_normalize`] with it. PowerNorm passes the state that a training step moves, too.
-//! 2. [`step::forward`] runs the forward on the tensors' [device](crate::device), and moves ψ² and
-//!    t.
-//! 3. candle runs the custom op. Its output exists already, and the op gives it a place in the
-//!    graph.
+//!    [`add_and_normalize`] with it. In training PowerNorm passes a [`Step`] too.
+//! 2. [`Pass::evaluate`] runs the forward on the tensors' [device](crate::device), or
+//!    [`step::forward`] if it is a step, which moves ψ² and t.
+//! 3. If a gradient is tracked, candle runs the custom op. Its output exists already, and the op
+//!    gives it a place in the graph. Otherwise the output is a tensor without a graph.
 //! 4. A backward comes back through the op to [`step::backward`], which moves ν.
 
 pub(crate) mod fused;
@@ -16,31 +16,27 @@ pub(crate) mod probe;
 mod residual;
 pub(crate) mod step;
 
-use self::step::Training;
-use crate::device::Saved;
+use self::step::{Step, Training};
 use crate::device::pass::{Affine, Pass};
-use crate::ranks::Turn;
+use crate::device::{Outputs, Saved};
+use candle::op::BackpropOp;
 use candle::{CustomOp1, CustomOp2, CustomOp3, Result, Shape, Storage, Tensor};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// Returns the normalized rows of a pass without a residual.
-pub(crate) fn normalize(
-    pass: Pass,
-    training: Option<Training>,
-    turn: Option<Turn>,
-) -> Result<Tensor> {
-    let (saved, training, outputs) = step::forward(pass, training, turn)?;
+pub(crate) fn normalize(pass: Pass, step: Option<Step>) -> Result<Tensor> {
+    if step.is_none() && !pass.is_tracked() {
+        let (_, outputs) = pass.evaluate()?;
+        return Ok(untracked(outputs.y, pass.x().shape()));
+    }
+    let (saved, training, outputs) = forward(pass, step)?;
     NormOp::apply(saved, training, outputs.y)
 }
 
 /// Returns the normalized sum of the rows and the residual of a pass, and the sum.
-pub(crate) fn add_and_normalize(
-    pass: Pass,
-    training: Option<Training>,
-    turn: Option<Turn>,
-) -> Result<(Tensor, Tensor)> {
+pub(crate) fn add_and_normalize(pass: Pass, step: Option<Step>) -> Result<(Tensor, Tensor)> {
     let (x, residual) = (pass.x().clone(), pass.residual().cloned());
-    let (saved, training, outputs) = step::forward(pass, training, turn)?;
+    let (saved, training, outputs) = forward(pass, step)?;
     let (Some(residual), Some(computed)) = (residual, outputs.residual_out) else {
         unreachable!("a forward with a residual writes the sum")
     };
@@ -49,17 +45,33 @@ pub(crate) fn add_and_normalize(
     Ok((y, sum))
 }
 
+/// Runs a forward. The training is returned only if the forward counted as a step.
+fn forward(pass: Pass, step: Option<Step>) -> Result<(Saved, Option<Training>, Outputs)> {
+    if let Some(step) = step {
+        return step::forward(pass, step);
+    }
+    let (record, outputs) = pass.evaluate()?;
+    Ok((pass.saved(record), None, outputs))
+}
+
+/// The tensor of an output without a place in the graph.
+fn untracked(output: Storage, shape: &Shape) -> Tensor {
+    Tensor::from_storage(output, shape, BackpropOp::none(), false)
+}
+
 /// An output that waits for candle to run its op. candle has a custom op compute its output, but
 /// ours is computed earlier, together with the statistics.
+#[derive(Clone)]
 struct Computed {
-    storage: Mutex<Option<Storage>>,
+    /// Clones of an op share it.
+    storage: Arc<Mutex<Option<Storage>>>,
     shape: Shape,
 }
 
 impl Computed {
     fn new(storage: Storage, shape: &Shape) -> Self {
         Self {
-            storage: Mutex::new(Some(storage)),
+            storage: Arc::new(Mutex::new(Some(storage))),
             shape: shape.clone(),
         }
     }
@@ -101,9 +113,10 @@ use forwards;
 
 /// A layer's place in the graph. Its arguments are the rows and, if the layer has them, weight and
 /// bias.
+#[derive(Clone)]
 struct NormOp {
     output: Computed,
-    saved: Saved,
+    saved: Arc<Saved>,
     /// `None` unless the forward counted as a step.
     training: Option<Training>,
 }
@@ -111,10 +124,13 @@ struct NormOp {
 impl NormOp {
     /// The output tensor of a forward whose output is `y`.
     fn apply(saved: Saved, training: Option<Training>, y: Storage) -> Result<Tensor> {
+        if !saved.pass().is_tracked() {
+            return Ok(untracked(y, saved.pass().x().shape()));
+        }
         let (x, affine) = (saved.pass().x().clone(), saved.pass().affine().cloned());
         let op = Self {
             output: Computed::new(y, x.shape()),
-            saved,
+            saved: Arc::new(saved),
             training,
         };
         match affine {
@@ -221,6 +237,7 @@ thread_local! {
 /// A gradient in a graph that candle keeps. The kernels make gradients without a graph, so a
 /// derivative of one would miss all that passes through this layer. A backward through it is an
 /// error.
+#[derive(Clone)]
 struct FirstDerivative {
     layer: &'static str,
     output: Computed,

@@ -12,7 +12,7 @@
 use super::probe;
 use crate::config::PhiStep;
 use crate::device::pass::Pass;
-use crate::device::{Announcement, Env, Gradients, Nu, Outputs, Saved};
+use crate::device::{Announcement, Env, Evaluation, Gradients, Nu, Outputs, Saved};
 use crate::loss_scale::LossScale;
 use crate::mode::Purpose;
 use crate::ranks::{Exchange, Member, Turn};
@@ -20,7 +20,14 @@ use crate::state::State;
 use candle::{Result, Tensor, Var};
 use std::sync::Arc;
 
+/// A training forward: the state that it moves, and its turn among the ranks, if there are others.
+pub(crate) struct Step<'a> {
+    pub training: Training,
+    pub turn: Option<Turn<'a>>,
+}
+
 /// The state that a training forward and its backward move.
+#[derive(Clone)]
 pub(crate) struct Training {
     pub state: Arc<State>,
     /// Training or recalibration.
@@ -32,22 +39,16 @@ pub(crate) struct Training {
     pub step_count: usize,
 }
 
-/// Runs a forward, which moves ψ² and t if it is a training step. `turn` is its turn among the
-/// ranks, if there are others. What the backward needs is returned with the outputs: the training
-/// only if the forward counted as a step.
-pub(super) fn forward(
-    pass: Pass,
-    training: Option<Training>,
-    turn: Option<Turn>,
-) -> Result<(Saved, Option<Training>, Outputs)> {
-    if let Some(training) = &training {
-        probe::training_forward(&training.state, pass.has_exact_gradients())?;
-    }
-    let mut env = StepEnv::new(training.as_ref(), turn);
-    let (saved, outputs) = pass.forward(&mut env)?;
+/// Runs a training forward, which moves ψ² and t. What the backward needs is returned with the
+/// outputs: the training only if the forward counted as a step.
+pub(super) fn forward(pass: Pass, step: Step) -> Result<(Saved, Option<Training>, Outputs)> {
+    let Step { training, turn } = step;
+    probe::training_forward(&training.state, pass.has_exact_gradients())?;
+    let mut env = StepEnv::new(&training, turn);
+    let (record, outputs) = pass.forward(&mut env)?;
     let counted = env.counted;
     drop(env);
-    Ok((saved, training.filter(|_| counted), outputs))
+    Ok((pass.saved(record), counted.then_some(training), outputs))
 }
 
 /// Runs a backward from `dy`, the gradient of the output. It moves ν if the forward counted as a
@@ -57,19 +58,20 @@ pub(super) fn backward(
     training: Option<&Training>,
     dy: &Tensor,
 ) -> Result<Gradients> {
-    let ranks = training.and_then(|training| training.ranks.as_ref());
+    let Some(training) = training else {
+        return saved.backward(dy, &mut Evaluation);
+    };
     // From here on a failure tells the other ranks.
-    let turn = ranks.map(|ranks| ranks.turn(Exchange::Backward));
+    let turn = (training.ranks.as_ref()).map(|ranks| ranks.turn(Exchange::Backward));
     saved.backward(dy, &mut StepEnv::new(training, turn))
 }
 
-/// The [`Env`] of one forward or one backward.
+/// The [`Env`] of one training forward, or of its backward.
 struct StepEnv<'a> {
     has_ranks: bool,
     /// The turn in the exchange of this call, until it is taken.
     turn: Option<Turn<'a>>,
-    /// `None` in an evaluation.
-    training: Option<&'a Training>,
+    training: &'a Training,
     /// Read once, because another thread may set it meanwhile.
     loss_scale: f64,
     /// ψ² has moved.
@@ -77,21 +79,21 @@ struct StepEnv<'a> {
 }
 
 impl<'a> StepEnv<'a> {
-    fn new(training: Option<&'a Training>, turn: Option<Turn<'a>>) -> Self {
+    fn new(training: &'a Training, turn: Option<Turn<'a>>) -> Self {
         Self {
             has_ranks: turn.is_some(),
             turn,
             training,
-            loss_scale: training.map_or(1., |training| training.loss_scale.get()),
+            loss_scale: training.loss_scale.get(),
             counted: false,
         }
     }
 
     /// ν, which the variable `ema_gz` keeps.
-    fn nu_in<'v>(&self, ema_gz: &'v Var, training: &Training) -> Nu<'v> {
+    fn nu_in<'v>(&self, ema_gz: &'v Var) -> Nu<'v> {
         Nu {
             ema_gz,
-            share: 1. - training.state.config().alpha_bwd,
+            share: 1. - self.training.state.config().alpha_bwd,
             loss_scale: self.loss_scale,
         }
     }
@@ -103,41 +105,38 @@ impl Env for StepEnv<'_> {
     }
 
     fn announcement(&self) -> Option<Announcement> {
-        let (turn, training) = (self.turn.as_ref()?, self.training?);
+        let turn = self.turn.as_ref()?;
         Some(Announcement {
-            numbers: turn.announced(training.step_count),
+            numbers: turn.announced(self.training.step_count),
             ranks: turn.ranks(),
         })
     }
 
     fn exchange(&mut self, sums: Tensor) -> Result<Tensor> {
-        match (self.turn.take(), self.training) {
-            (Some(turn), Some(training)) => turn.sum(&sums, training.step_count),
-            _ if self.has_ranks => unreachable!("a device exchanges sums once in a pass"),
-            _ => Ok(sums),
+        match self.turn.take() {
+            Some(turn) => turn.sum(&sums, self.training.step_count),
+            None if self.has_ranks => unreachable!("a device exchanges sums once in a pass"),
+            None => Ok(sums),
         }
     }
 
     fn move_phi(&mut self, update: &mut dyn FnMut(&Var, &PhiStep) -> Result<()>) -> Result<()> {
-        if let Some(training) = self.training {
-            (training.state).update_phi(training.purpose, |phi, step| update(phi, step))?;
-            self.counted = true;
-        }
+        let Training { state, purpose, .. } = self.training;
+        state.update_phi(*purpose, |phi, step| update(phi, step))?;
+        self.counted = true;
         Ok(())
     }
 
     fn nu(&self) -> Option<Nu<'_>> {
-        let training = self.training?;
-        Some(self.nu_in(training.state.nu_variable(), training))
+        Some(self.nu_in(self.training.state.nu_variable()))
     }
 
     fn move_nu(&mut self, update: &mut dyn FnMut(Option<&Nu>) -> Result<()>) -> Result<()> {
-        match self.training {
+        let Training { state, purpose, .. } = self.training;
+        match purpose {
+            Purpose::Training => state.update_nu(|ema_gz| update(Some(&self.nu_in(ema_gz)))),
             // A recalibration leaves ν alone.
-            Some(training) if training.purpose == Purpose::Training => {
-                (training.state).update_nu(|ema_gz| update(Some(&self.nu_in(ema_gz, training))))
-            }
-            _ => update(None),
+            Purpose::Recalibration(_) | Purpose::Evaluation => update(None),
         }
     }
 }
@@ -169,15 +168,14 @@ mod tests {
         }
     }
 
-    fn env(training: Option<&Training>) -> StepEnv<'_> {
+    fn env(training: &Training) -> StepEnv<'_> {
         StepEnv::new(training, None)
     }
 
     #[test]
     fn an_evaluation_moves_nothing() -> Result<()> {
-        let mut env = env(None);
-        env.move_phi(&mut |_, _| panic!("an evaluation moves no ψ²"))?;
-        assert!(!env.counted && env.nu().is_none());
+        let mut env = Evaluation;
+        assert!(!env.has_ranks() && env.announcement().is_none() && env.nu().is_none());
         let mut variable = None;
         env.move_nu(&mut |nu| {
             variable = Some(nu.is_some());
@@ -196,7 +194,7 @@ mod tests {
         let state = state(config)?;
         let training = training(&state, Purpose::Training);
         training.loss_scale.set(8.)?;
-        let mut env = env(Some(&training));
+        let mut env = env(&training);
         env.move_phi(&mut |phi, _| phi.set(&Tensor::new(&[2f32, 3.], CPU)?))?;
         assert!(env.counted);
         assert_eq!(state.steps()?, 5);
@@ -218,7 +216,7 @@ mod tests {
     fn a_recalibration_leaves_nu_alone() -> Result<()> {
         let state = state(1e-5.into())?;
         let training = training(&state, Purpose::Recalibration(1));
-        let mut env = env(Some(&training));
+        let mut env = env(&training);
         env.move_phi(&mut |_, _| Ok(()))?;
         assert!(env.counted);
         assert_eq!(state.steps()?, 4);
@@ -232,7 +230,7 @@ mod tests {
     fn an_update_that_fails_is_no_step() -> Result<()> {
         let state = state(1e-5.into())?;
         let training = training(&state, Purpose::Training);
-        let mut env = env(Some(&training));
+        let mut env = env(&training);
         assert!(
             env.move_phi(&mut |_, _| candle::bail!("no memory"))
                 .is_err()
@@ -245,7 +243,9 @@ mod tests {
     #[test]
     fn sums_of_one_process_are_those_of_all() -> Result<()> {
         let sums = Tensor::new(&[1f64, 2.], CPU)?;
-        let mut env = env(None);
+        let state = state(1e-5.into())?;
+        let training = training(&state, Purpose::Training);
+        let mut env = env(&training);
         assert!(!env.has_ranks());
         assert_eq!(env.exchange(sums)?.to_vec1::<f64>()?, [1., 2.]);
         Ok(())
@@ -271,7 +271,7 @@ mod tests {
         let training = training(&state, Purpose::Training);
         let member = Member::join(&Ranks::new(Twin), 2, &1e-5.into(), CPU.clone()).unwrap();
         let turn = || member.turn(Exchange::Forward);
-        let mut env = StepEnv::new(Some(&training), Some(turn()));
+        let mut env = StepEnv::new(&training, Some(turn()));
         let announcement = env.announcement().unwrap();
         assert_eq!(announcement.numbers, turn().announced(4));
         assert_eq!(announcement.ranks, 2);
@@ -296,7 +296,8 @@ mod tests {
             };
             let pass = Pass::of_channels(&DeviceKind::Cpu, "test", &xs, None, channels)?;
             let training = training(&state, Purpose::Training);
-            let (_, training, _) = forward(pass, Some(training), None)?;
+            let turn = None;
+            let (_, training, _) = forward(pass, Step { training, turn })?;
             assert_eq!(training.is_some(), rows > 0);
         }
         assert_eq!(state.steps()?, 5);

@@ -402,3 +402,131 @@ fn a_mean_of_ten_thousand_deviations_costs_no_digit() -> Result<()> {
     }
     Ok(())
 }
+
+/// A forward that no variable leads to leaves nothing in the graph, and one that a variable leads to
+/// has the same bits and all gradients. Each argument by itself is such a variable, and so is the
+/// residual.
+#[test]
+fn only_a_tracked_forward_has_an_op() -> Result<()> {
+    let mut data = Data::new(31);
+    let mut random = |shape: &[usize]| {
+        let values = data.normal(shape.iter().product());
+        tensor(&values, shape, DType::F32)
+    };
+    let tensors = [random(&[3, 8]), random(&[3, 8]), random(&[8]), random(&[8])];
+    let phi = Tensor::full(0.5f32, 8, &CPU)?;
+    let outputs = |[xs, residual, weight, bias]: &[Tensor; 4]| -> Result<Vec<Tensor>> {
+        let layer = candle_powernorm::LayerNorm::new(weight.clone(), bias.clone(), 1e-5);
+        let rms = candle_powernorm::RmsNorm::new(weight.clone(), 1e-5);
+        let (weight, bias) = (weight.clone(), Some(bias.clone()));
+        let power = candle_powernorm::PowerNorm::new(weight, bias, phi.clone(), 1e-5)?;
+        let (y, sum) = layer.forward_residual(xs, residual)?;
+        let (power_y, power_sum) = power.forward_residual(xs, residual, None)?;
+        let norms = [layer.forward(xs)?, rms.forward(xs)?, power.forward(xs)?];
+        Ok(norms
+            .into_iter()
+            .chain([y, sum, power_y, power_sum])
+            .collect())
+    };
+    let untracked = outputs(&tensors)?;
+    assert!(untracked.iter().all(|output| !output.track_op()));
+    for tracked in 0..4 {
+        let mut tensors = tensors.clone();
+        let var = Var::from_tensor(&tensors[tracked])?;
+        tensors[tracked] = var.as_tensor().clone();
+        for (k, (y, same)) in outputs(&tensors)?.iter().zip(&untracked).enumerate() {
+            assert_eq!(bits(y), bits(same), "output {k}, argument {tracked}");
+            // x leads to all outputs, the residual to those of `forward_residual`, weight and bias
+            // to those that are normalized, except that RMSNorm has no bias.
+            let expected = match tracked {
+                0 => true,
+                1 => k >= 3,
+                2 => k != 4 && k != 6,
+                _ => ![1, 4, 6].contains(&k),
+            };
+            assert_eq!(y.track_op(), expected, "output {k}, argument {tracked}");
+            if expected {
+                let gradients = y.sqr()?.sum_all()?.backward()?;
+                assert_finite("gradient", gradients.get(&var).unwrap());
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Parameters in the input's dtype, in f32, with an offset, and strided ones all are the same γ and
+/// β: the outputs' bits do not depend on how they are stored. Few rows read them
+/// in place, and many a copy.
+#[test]
+fn parameters_are_read_in_their_own_dtype() -> Result<()> {
+    for dtype in [DType::F32, DType::F64, DType::F16, DType::BF16] {
+        for (rows, cols) in [(1, 1), (1, 37), (1, 64), (3, 130), (1, 4096), (700, 130)] {
+            let mut data = Data::new(32);
+            let xs = tensor(&data.normal(rows * cols), &[rows, cols], dtype);
+            // Whole eighths, which each dtype holds, also minus 1.
+            let mut eighths = || {
+                let values = data.normal(cols).into_iter();
+                let eighths: Vec<_> = values.map(|value| (value * 8.).round() / 8.).collect();
+                tensor(&eighths, &[cols], dtype)
+            };
+            let (weight, bias) = (eighths(), eighths());
+            let new = |weight: &Tensor, bias: &Tensor| {
+                candle_powernorm::LayerNorm::new(weight.clone(), bias.clone(), 1e-5)
+            };
+            let expected = bits(&new(&weight, &bias).forward(&xs)?);
+            let strided = |tensor: &Tensor| Tensor::stack(&[tensor, tensor], 1)?.get_on_dim(1, 1);
+            let minus_one = |tensor: &Tensor| tensor.affine(1., -1.);
+            let f32s = |tensor: &Tensor| tensor.to_dtype(DType::F32);
+            for layer in [
+                new(&f32s(&weight)?, &f32s(&bias)?),
+                new(&f32s(&weight)?, &bias),
+                new(&strided(&weight)?, &strided(&bias)?),
+                new(&minus_one(&weight)?, &bias).with_unit_offset(),
+                new(&minus_one(&f32s(&weight)?)?, &bias).with_unit_offset(),
+            ] {
+                let ys = layer.forward(&xs)?;
+                assert_eq!(bits(&ys), expected, "{dtype:?}, {rows}x{cols}, {layer:?}");
+            }
+        }
+    }
+    Ok(())
+}
+
+/// PowerNorm keeps γ/D in an evaluation. Whoever sets ψ², γ or β meanwhile changes the next output.
+#[test]
+fn an_evaluation_follows_its_variables() -> Result<()> {
+    let mut data = Data::new(33);
+    let xs = tensor(&data.normal(64), &[1, 64], DType::F32);
+    let varmap = VarMap::new();
+    let vb = VarBuilder::from_varmap(&varmap, DType::F32, &CPU);
+    let trained = candle_powernorm::power_norm(64, 1e-5, vb)?;
+    // Tensors that share the variables' values and track nothing.
+    let vars = varmap.data().lock().unwrap().clone();
+    let of = |name: &str| vars[name].as_detached_tensor();
+    let evaluate = || trained.forward_t(&xs, false);
+    let fresh = |phi: Tensor| -> Result<Tensor> {
+        let (weight, bias) = (of("weight").copy()?, of("bias").copy()?);
+        candle_powernorm::PowerNorm::new(weight, Some(bias), phi, 1e-5)?.forward(&xs)
+    };
+    let phi = Tensor::rand(0.5f32, 2., 64, &CPU)?;
+    let frozen =
+        candle_powernorm::PowerNorm::new(of("weight"), Some(of("bias")), phi.clone(), 1e-5)?;
+    for name in ["weight", "running_phi", "bias"] {
+        for _ in 0..2 {
+            assert_eq!(
+                bits(&evaluate()?),
+                bits(&fresh(of("running_phi").copy()?)?),
+                "{name}"
+            );
+            assert_eq!(
+                bits(&frozen.forward(&xs)?),
+                bits(&fresh(phi.clone())?),
+                "{name}"
+            );
+        }
+        vars[name].set(&Tensor::rand(0.5f32, 2., 64, &CPU)?)?;
+    }
+    assert_eq!(bits(&evaluate()?), bits(&fresh(of("running_phi").copy()?)?));
+    assert_eq!(bits(&frozen.forward(&xs)?), bits(&fresh(phi)?));
+    Ok(())
+}

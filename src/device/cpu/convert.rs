@@ -20,7 +20,7 @@
 // For the `unsafe impl`s of `Element`, and for F16C.
 #![allow(unsafe_code)]
 
-use candle::WithDType;
+use candle::{DType, WithDType};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use num_traits::Float;
@@ -449,11 +449,14 @@ pub(super) fn to_f64<T: Element>(values: &[T::Acc]) -> Vec<f64> {
     values.iter().map(|value| value.to_f64()).collect()
 }
 
-/// Replaces values that the dtype of the sums over rows of `T` cannot hold with infinity. A
-/// statistic is computed here in f64 and kept in that dtype, and a value that only f64 can hold
-/// would be right in this step and wrong in the next.
-pub(super) fn overflowed<T: Element>(values: &[f64]) -> Vec<f64> {
-    let most = <T::Acc as WithDType>::to_f64(T::Acc::max_value());
+/// Replaces values that `dtype`, which sums are taken in, cannot hold with infinity. A statistic is
+/// computed here in f64 and kept in that dtype, and a value that only f64 can hold would be right in
+/// this step and wrong in the next.
+pub(super) fn overflowed(values: &[f64], dtype: DType) -> Vec<f64> {
+    let most = match dtype {
+        DType::F64 => f64::MAX,
+        _ => f32::MAX.into(),
+    };
     let overflow = |&value: &f64| if value > most { f64::INFINITY } else { value };
     values.iter().map(overflow).collect()
 }
@@ -620,10 +623,10 @@ mod tests {
     fn a_statistic_overflows_in_the_dtype_of_sums() {
         let most = f64::from(f32::MAX);
         assert_eq!(
-            overflowed::<f16>(&[most, most * 1.0001, 1e-300]),
+            overflowed(&[most, most * 1.0001, 1e-300], DType::F32),
             [most, f64::INFINITY, 1e-300]
         );
-        assert_eq!(overflowed::<f64>(&[1e300]), [1e300]);
-        assert!(overflowed::<f32>(&[f64::NAN])[0].is_nan());
+        assert_eq!(overflowed(&[1e300], DType::F64), [1e300]);
+        assert!(overflowed(&[f64::NAN], DType::F32)[0].is_nan());
     }
 }

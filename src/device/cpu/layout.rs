@@ -34,12 +34,15 @@ pub(super) struct Matrix<'a, T> {
     pub stride: usize,
     /// Rows of a block.
     pub block_rows: usize,
-    /// The first elements of the blocks.
+    /// The first element of the first block.
+    pub start: usize,
+    /// The first elements of all blocks; empty if there is one, so that a few rows allocate nothing.
     pub blocks: Vec<usize>,
 }
 
 impl<'a, T> Matrix<'a, T> {
     /// Rows that follow each other without a gap.
+    #[inline]
     pub fn packed(rows: usize, cols: usize, values: &'a [T]) -> Self {
         Self {
             cols,
@@ -47,15 +50,16 @@ impl<'a, T> Matrix<'a, T> {
             values,
             stride: cols,
             block_rows: rows,
-            blocks: vec![0],
+            start: 0,
+            blocks: vec![],
         }
     }
 
     #[inline(always)]
     pub fn row(&self, row: usize) -> &[T] {
-        let start = match self.blocks[..] {
-            [start] => start + row * self.stride,
-            _ => self.blocks[row / self.block_rows] + row % self.block_rows * self.stride,
+        let start = match self.blocks.is_empty() {
+            true => self.start + row * self.stride,
+            false => self.blocks[row / self.block_rows] + row % self.block_rows * self.stride,
         };
         if self.stride > self.cols {
             // Near the end of a block this is no row of it, which costs time alone.
@@ -153,6 +157,7 @@ impl<'a, T: Element> Rows<'a, T> {
 ///
 /// The tensors are locked for reading meanwhile, as in candle's own operations. A program that sets
 /// a `Var` in one thread while rayon's threads read it can therefore deadlock.
+#[inline]
 pub(super) fn with_rows<T: Element, R>(
     pass: &Pass,
     residual: Option<&Tensor>,
@@ -175,12 +180,16 @@ pub(super) fn with_rows<T: Element, R>(
 
 /// The values of a tensor `[C]` in f64, whatever its dtype.
 pub(super) fn channels(tensor: &Tensor) -> Result<Vec<f64>> {
+    let (storage, layout) = tensor.storage_and_layout();
+    channels_of(on_cpu(&storage)?, layout)
+}
+
+/// The same of the tensor's storage.
+pub(super) fn channels_of(storage: &CpuStorage, layout: &Layout) -> Result<Vec<f64>> {
     fn widen<T: WithDType>(storage: &CpuStorage, layout: &Layout) -> Result<Vec<f64>> {
         let values = packed::<T>(storage, layout)?.iter();
         Ok(values.map(|value| value.to_f64()).collect())
     }
-    let (storage, layout) = tensor.storage_and_layout();
-    let storage = on_cpu(&storage)?;
     match storage {
         CpuStorage::F32(_) => widen::<f32>(storage, layout),
         CpuStorage::F64(_) => widen::<f64>(storage, layout),
@@ -199,6 +208,7 @@ pub(super) fn set_channels(var: &Var, values: &[f64]) -> Result<()> {
 }
 
 /// The storage of an output.
+#[inline]
 pub(super) fn storage<T: Element>(values: Vec<T>) -> Storage {
     Storage::Cpu(T::to_cpu_storage_owned(values))
 }
@@ -221,6 +231,7 @@ fn has_adjacent_elements(layout: &Layout) -> bool {
 struct Blocks {
     stride: usize,
     rows: usize,
+    /// Empty if the only block begins with the tensor.
     starts: Vec<usize>,
 }
 
@@ -247,7 +258,10 @@ fn row_blocks(layout: &Layout) -> Option<Blocks> {
         rows *= dim;
         left -= 1;
     }
-    let mut starts = vec![layout.start_offset()];
+    let mut starts = vec![];
+    if left > 0 {
+        starts.push(layout.start_offset());
+    }
     for &(dim, stride) in &dims[..left] {
         let shifts = || (0..dim).map(|i| i * stride);
         starts = (starts.iter())
@@ -262,25 +276,37 @@ fn row_blocks(layout: &Layout) -> Option<Blocks> {
 }
 
 /// The rows of a tensor that is [`readable`].
+#[inline]
 pub(super) fn matrix<'a, T: WithDType>(
     storage: &'a Storage,
     layout: &Layout,
 ) -> Result<Matrix<'a, T>> {
+    let cols = layout.shape().dim(D::Minus1)?;
+    let (rows, values) = (
+        layout.shape().elem_count() / cols,
+        on_cpu(storage)?.as_slice()?,
+    );
+    if layout.is_contiguous() {
+        let packed = Matrix::packed(rows, cols, values);
+        let start = layout.start_offset();
+        return Ok(Matrix { start, ..packed });
+    }
     let Some(blocks) = row_blocks(layout) else {
         candle::bail!("candle_powernorm: expected rows of adjacent elements, got {layout:?}")
     };
-    let cols = layout.shape().dim(D::Minus1)?;
     Ok(Matrix {
         cols,
-        rows: layout.shape().elem_count() / cols,
-        values: on_cpu(storage)?.as_slice()?,
+        rows,
+        values,
         stride: blocks.stride,
         block_rows: blocks.rows,
+        start: layout.start_offset(),
         blocks: blocks.starts,
     })
 }
 
 /// The elements of a contiguous tensor.
+#[inline]
 pub(super) fn packed<'a, T: WithDType>(
     storage: &'a CpuStorage,
     layout: &Layout,
@@ -294,6 +320,7 @@ pub(super) fn packed<'a, T: WithDType>(
 }
 
 /// The storage of a tensor that must be on the CPU.
+#[inline]
 pub(super) fn on_cpu(storage: &Storage) -> Result<&CpuStorage> {
     match storage {
         Storage::Cpu(storage) => Ok(storage),
@@ -314,7 +341,12 @@ mod tests {
     fn views_are_blocks_of_rows() -> Result<()> {
         let base = Tensor::zeros((3, 4, 6), DType::F32, &Device::Cpu)?;
         let check = |view: &Tensor, stride, rows, starts: &[usize]| {
-            let starts = starts.to_vec();
+            assert_eq!(view.layout().start_offset(), starts[0]);
+            let starts = if starts.len() > 1 {
+                starts.to_vec()
+            } else {
+                vec![]
+            };
             let expected = Blocks {
                 stride,
                 rows,
@@ -356,6 +388,7 @@ mod tests {
             values: &values,
             stride: 4,
             block_rows: 2,
+            start: 1,
             blocks: vec![1, 10],
         };
         let rows: Vec<_> = (0..4).map(|row| matrix.row(row)).collect();

@@ -3,6 +3,8 @@
 //! The rooms, in the order in which a forward passes through them:
 //!
 //! - `step.rs`: a forward and its backward from top to bottom, and the equations on channels.
+//! - `rows.rs`: the walks of a step, in the dtype of its rows.
+//! - `folded.rs`: what an evaluation keeps for the next.
 //! - `layout.rs`: candle's tensors as rows.
 //! - `run/`: the walk over all rows in chunks, on threads, at a level of vector instructions; the
 //!   outputs that it writes.
@@ -19,15 +21,18 @@
 //! - A *chunk* is the rows that a thread takes at a time. It has column sums of its own.
 
 mod convert;
+mod folded;
 mod gelu;
 mod layout;
 mod row;
+mod rows;
 mod run;
 mod step;
 
+pub(crate) use folded::Folded;
 pub(super) use gelu::gelu;
 pub(super) use layout::readable;
-pub(super) use step::forward;
+pub(super) use step::{evaluate, forward};
 
 /// Rejects unknown values of the environment variables that a CPU reads.
 pub(super) fn check_environment() -> candle::Result<()> {

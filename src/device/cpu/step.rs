@@ -3,47 +3,32 @@
 //!
 //! [`update_phi`] and [`update_nu`] are loops over channels, to be read beside the functions of the
 //! same names in `kernels/power_norm.cu`. Everything that a row needs of a channel is folded into
-//! two coefficients ([`output_coefficients`], [`Forwarded::input_coefficients`]).
+//! two coefficients ([`output_coefficients`], [`Forwarded::input_coefficients`]). LayerNorm, RMSNorm and
+//! group scaling have no statistics of channels: D is 1, and no value of a channel passes through here.
 //!
 //! With C = 1, ψ² = 4, γ = 3, β = 1 and no group scaling, D is 2 if ε is ignored, so the output of
 //! x = 6 is γ x/D + β = 1.5 · 6 + 1 = 10. A batch [6, 2] has ψ_B² = 20, and with α_f = 0.9 moves ψ²
 //! to 0.9 · 4 + 0.1 · 20 = 5.6. Γ, the mean of X̂², is 20/4 = 5.
 //!
-//! A value for each channel, `[C]`, is a `Vec<f64>` here whatever the dtype of the rows. The passes
-//! over rows, in `run/`, take and return these values in the dtype of their sums.
+//! A value for each channel, `[C]`, is a `Vec<f64>` here whatever the dtype of the rows, which only
+//! `rows.rs` knows.
 
-use super::convert::{Element, PerChannel, overflowed, to_f64, to_sums_dtype};
-use super::layout::{Rows, channels, matrix, set_channels, storage, with_rows};
+use super::convert::overflowed;
+use super::layout::{channels, set_channels};
 use super::row::BackwardSums;
-use super::run::{self, Chunks, SquareSums};
+use super::rows::{self, BatchSquares, Coefficients, MeanSquares};
 use crate::config::{ForwardKind, PhiStep};
 use crate::device::pass::{Affine, Pass, RowNorm};
 use crate::device::{Env, Gradients, Nu, Outputs, Record, Wanted, sums_dtype};
-use candle::{DType, Device, Result, Tensor, Var};
-use half::{bf16, f16};
-use std::marker::PhantomData;
+use candle::op::BackpropOp;
+use candle::{DType, Device, Result, Storage, Tensor, Var};
 
-/// Runs a forward.
-pub(in crate::device) fn forward(
-    pass: &Pass,
-    env: &mut dyn Env,
-) -> Result<(Box<dyn Record>, Outputs)> {
-    match pass.x.dtype() {
-        DType::F32 => forward_of::<f32>(pass, env),
-        DType::F64 => forward_of::<f64>(pass, env),
-        DType::F16 => forward_of::<f16>(pass, env),
-        DType::BF16 => forward_of::<bf16>(pass, env),
-        other => unreachable!("a pass has no rows of {other:?}"),
-    }
-}
-
-/// Kept from a forward of rows of `T` for its backward.
-struct Forwarded<T> {
+/// Kept from a forward of PowerNorm for its backward.
+struct Forwarded {
     /// 1/D.
     inv_d: Vec<f64>,
     /// The batch's statistics; `None` unless the forward was a step with a kept row.
     batch: Option<BatchStatistics>,
-    dtype: PhantomData<T>,
 }
 
 /// The statistics of a batch, over the rows of all ranks.
@@ -56,97 +41,128 @@ struct BatchStatistics {
     rows: f64,
 }
 
-/// Σ x̃² and the mean of x̃² of each channel, over some of the rows.
-struct MeanSquares {
-    sums: Vec<f64>,
-    means: Vec<f64>,
-    rows: usize,
-}
-
-impl MeanSquares {
-    fn new(sums: Vec<f64>, rows: usize) -> Self {
-        let means = sums.iter().map(|sum| sum / rows as f64).collect();
-        Self { sums, means, rows }
-    }
-}
-
-/// The squares of a batch.
-struct BatchSquares {
-    /// Over the kept rows: ψ_B² is their mean.
-    kept: MeanSquares,
-    /// Over all rows, if Γ is a mean over these.
-    all: Option<MeanSquares>,
-}
-
-impl BatchSquares {
-    /// The squares that Γ is a mean of.
-    fn of_gamma(&self) -> &MeanSquares {
-        self.all.as_ref().unwrap_or(&self.kept)
-    }
-}
-
-fn forward_of<T: Chunks>(pass: &Pass, env: &mut dyn Env) -> Result<(Box<dyn Record>, Outputs)> {
-    let trains = pass.kind.is_training();
-    let by_batch = pass.kind == ForwardKind::BatchStatistic;
-    let running_inv_d = match &pass.phi {
-        Some(phi) => inverse_roots(&channels(phi)?, pass.eps),
-        None => vec![1.; pass.cols()],
+/// Runs a forward that moves nothing.
+pub(in crate::device) fn evaluate(pass: &Pass) -> Result<(Box<dyn Record>, Outputs)> {
+    let Some(phi) = &pass.phi else {
+        let outputs = rows::normalize(pass, None, &Coefficients::Parameters)?;
+        return Ok((Box::new(Alone), outputs));
     };
-    let (keep, residual) = (pass.keep.as_ref(), pass.residual.as_ref());
+    let inv_d = inverse_roots(&channels(phi)?, pass.eps);
+    let coefficients = output_coefficients(pass, &inv_d)?;
+    let outputs = rows::normalize(pass, None, &coefficients)?;
+    Ok((Box::new(Forwarded { inv_d, batch: None }), outputs))
+}
+
+/// The record of rows that are normalized by themselves alone: D is 1.
+struct Alone;
+
+impl Record for Alone {
+    fn backward(
+        &self,
+        pass: &Pass,
+        dy: &Tensor,
+        wanted: Wanted,
+        _: &mut dyn Env,
+    ) -> Result<Gradients> {
+        let sums = sums_for(wanted.weight, wanted.bias);
+        // LayerNorm's rows have no sums without dx.
+        let is_centred = matches!(pass.norm, RowNorm::Centred { .. });
+        let needs_dx = wanted.input || (is_centred && sums != BackwardSums::None);
+        let coefficients = needs_dx.then_some(&Coefficients::Parameters);
+        let (dx, of_parameters) = rows::backward(pass, dy, coefficients, sums)?;
+        gradients(pass, wanted, dx, of_parameters)
+    }
+}
+
+/// The sums of a backward that needs Σ dy x̃ if `dy_x`, and Σ dy if `dy`.
+fn sums_for(dy_x: bool, dy: bool) -> BackwardSums {
+    match (dy, dy_x) {
+        (true, _) => BackwardSums::DyXAndDy,
+        (false, true) => BackwardSums::DyX,
+        (false, false) => BackwardSums::None,
+    }
+}
+
+/// Gradients that are wanted, from those of the rows, the weight and the bias.
+fn gradients(
+    pass: &Pass,
+    wanted: Wanted,
+    dx: Option<Storage>,
+    [dweight, dbias]: [Vec<f64>; 2],
+) -> Result<Gradients> {
+    let gradient = |values: &[f64], of: Option<&Tensor>, wanted: bool| match of {
+        Some(of) if wanted => {
+            let values = Tensor::from_slice(values, pass.cols(), of.device())?;
+            // From f64 to half precision at once, candle drops bits that decide a tie.
+            let values = values.to_dtype(sums_dtype(pass.x.dtype()))?;
+            values.to_dtype(of.dtype()).map(Some)
+        }
+        _ => Ok(None),
+    };
+    let dx = dx.filter(|_| wanted.input);
+    Ok(Gradients {
+        input: dx.map(|dx| Tensor::from_storage(dx, pass.x.shape(), BackpropOp::none(), false)),
+        weight: gradient(&dweight, pass.weight(), wanted.weight)?,
+        bias: gradient(&dbias, pass.bias(), wanted.bias)?,
+    })
+}
+
+/// Runs a training forward.
+pub(in crate::device) fn forward(
+    pass: &Pass,
+    env: &mut dyn Env,
+) -> Result<(Box<dyn Record>, Outputs)> {
+    let by_batch = pass.kind == ForwardKind::BatchStatistic;
+    let Some(phi) = &pass.phi else {
+        unreachable!("a training forward has ψ²")
+    };
+    let mut forwarded = Forwarded {
+        inv_d: inverse_roots(&channels(phi)?, pass.eps),
+        batch: None,
+    };
 
     // x + residual, Σ x̃², and y if ψ² normalizes. The batch's own statistic is known only after
     // the sums, so y has to wait for it.
-    let coefficients = (!by_batch).then(|| output_coefficients::<T>(pass, &running_inv_d));
-    let coefficients = coefficients.transpose()?;
-    let (y, sum, squares) = with_rows::<T, _>(pass, residual, keep, |rows| {
-        let (written, sums) = run::forward(rows, coefficients.as_ref(), trains);
-        let squares = sums.map(|sums| match &written.residual_out {
-            Some(sum) => batch_squares(&rows.of_sum(sum), sums),
-            None => batch_squares(rows, sums),
-        });
-        Ok((written.y, written.residual_out, squares))
-    })?;
+    let coefficients = match by_batch {
+        true => None,
+        false => Some(output_coefficients(pass, &forwarded.inv_d)?),
+    };
+    let walked = rows::forward(pass, coefficients.as_ref())?;
 
     // ψ_B², 1/D and Γ, over the rows of all ranks.
-    let mut forwarded = Forwarded::<T> {
-        inv_d: running_inv_d,
-        batch: None,
-        dtype: PhantomData,
-    };
     let mut batch_phi = None;
-    if let Some(squares) = squares {
+    if let Some(squares) = walked.squares {
         let squares = match env.has_ranks() {
             true => exchange_squares(squares, env)?,
             false => squares,
         };
         if squares.kept.rows > 0 {
-            let phi = overflowed::<T>(&squares.kept.means);
+            let dtype = sums_dtype(pass.x.dtype());
+            let phi = overflowed(&squares.kept.means, dtype);
             let inv_batch_rms = inverse_roots(&phi, pass.eps);
             if by_batch {
                 forwarded.inv_d.clone_from(&inv_batch_rms);
             }
-            let mut gamma = overflowed::<T>(&squares.of_gamma().means);
+            let mut gamma = overflowed(&squares.for_gamma().means, dtype);
             for (gamma, d) in gamma.iter_mut().zip(&forwarded.inv_d) {
                 *gamma = *gamma * d * d;
             }
             forwarded.batch = Some(BatchStatistics {
                 inv_batch_rms,
                 gamma,
-                rows: squares.of_gamma().rows as f64,
+                rows: squares.for_gamma().rows as f64,
             });
             batch_phi = Some(phi);
         }
     }
 
     // y with the batch's statistic, or with ψ² if no row is kept.
-    let y = match y {
+    let residual_out = walked.residual_out;
+    let y = match walked.y {
         Some(y) => y,
         None => {
-            let coefficients = output_coefficients::<T>(pass, &forwarded.inv_d)?;
-            with_rows::<T, _>(pass, None, keep, |rows| match &sum {
-                Some(sum) => Ok(run::normalize(&rows.of_sum(sum), &coefficients)),
-                None => Ok(run::normalize(rows, &coefficients)),
-            })?
+            let coefficients = output_coefficients(pass, &forwarded.inv_d)?;
+            rows::normalize(pass, residual_out.as_ref(), &coefficients)?.y
         }
     };
 
@@ -154,14 +170,10 @@ fn forward_of<T: Chunks>(pass: &Pass, env: &mut dyn Env) -> Result<(Box<dyn Reco
     if let Some(batch_phi) = batch_phi {
         env.move_phi(&mut |phi, step| update_phi(pass, phi, step, &batch_phi))?;
     }
-    let outputs = Outputs {
-        y: storage(y),
-        residual_out: sum.map(storage),
-    };
-    Ok((Box::new(forwarded), outputs))
+    Ok((Box::new(forwarded), Outputs { y, residual_out }))
 }
 
-impl<T: Chunks> Record for Forwarded<T> {
+impl Record for Forwarded {
     fn backward(
         &self,
         pass: &Pass,
@@ -172,49 +184,24 @@ impl<T: Chunks> Record for Forwarded<T> {
         let exact = self.batch.is_some() && pass.recipe.is_exact(pass.kind);
         let weight = pass.affine.as_ref().map(weights).transpose()?;
         let weight = weight.as_deref();
-        let walk = |coefficients: Option<&[PerChannel<T>; 2]>, sums| {
-            with_rows::<T, _>(pass, None, pass.backward_keep(), |rows| {
-                let (storage, layout) = dy.storage_and_layout();
-                Ok(run::backward(
-                    rows,
-                    &matrix(&storage, layout)?,
-                    coefficients,
-                    sums,
-                ))
-            })
-        };
 
         // Σ dy x̃, Σ dy, and dx with ν (Eq. 12), or without a correction in evaluation. Under
         // recipe Fairseq every step is corrected with ν. An exact gradient has to wait for Λ.
-        let needs_dy_x = self.batch.is_some() || wanted.weight;
-        let sums = match (wanted.bias, needs_dy_x) {
-            (true, _) => BackwardSums::DyXAndDy,
-            (false, true) => BackwardSums::DyX,
-            (false, false) => BackwardSums::None,
-        };
-        // LayerNorm's rows have no sums without dx.
-        let is_centred = matches!(pass.norm, RowNorm::Centred { .. });
-        let needs_dx = wanted.input || (is_centred && sums != BackwardSums::None);
-        let coefficients = match needs_dx && !exact {
+        let sums = sums_for(self.batch.is_some() || wanted.weight, wanted.bias);
+        let coefficients = match wanted.input && !exact {
             true => {
                 let nu = env.nu().map(|nu| running_nu(&nu)).transpose()?;
                 Some(self.input_coefficients(pass, weight, nu.as_deref()))
             }
             false => None,
         };
-        let (mut dx, mut dy_x) = match coefficients.is_some() || sums != BackwardSums::None {
-            true => walk(coefficients.as_ref(), sums)?,
-            false => (None, vec![]),
-        };
-        let cols = self.inv_d.len();
-        let dbias = dy_x.split_off(dy_x.len().min(cols));
-        let dy_x = to_f64::<T>(&dy_x);
+        let (mut dx, [mut dy_x, dbias]) = rows::backward(pass, dy, coefficients.as_ref(), sums)?;
 
         let mut lambda = None;
         if let Some(batch) = &self.batch {
             let global = match env.has_ranks() {
                 true => {
-                    let sums = Tensor::from_slice(&dy_x, cols, &Device::Cpu)?;
+                    let sums = Tensor::from_slice(&dy_x, pass.cols(), &Device::Cpu)?;
                     Some(env.exchange(sums)?.to_vec1::<f64>()?)
                 }
                 false => None,
@@ -230,29 +217,16 @@ impl<T: Chunks> Record for Forwarded<T> {
         // dx with Λ (Eq. 6).
         if wanted.input && exact {
             let coefficients = self.input_coefficients(pass, weight, lambda.as_deref());
-            (dx, _) = walk(Some(&coefficients), BackwardSums::None)?;
+            (dx, _) = rows::backward(pass, dy, Some(&coefficients), BackwardSums::None)?;
         }
-        let dx = dx.filter(|_| wanted.input);
-        let dx = dx.map(|dx| Tensor::from_vec(dx, pass.x.shape(), pass.x.device()));
-        let gradient = |values: &[f64], of: Option<&Tensor>, wanted: bool| match of {
-            Some(of) if wanted => {
-                let values = Tensor::from_slice(values, cols, of.device())?;
-                // From f64 to half precision at once, candle drops bits that decide a tie.
-                let values = values.to_dtype(sums_dtype(pass.x.dtype()))?;
-                values.to_dtype(of.dtype()).map(Some)
-            }
-            _ => Ok(None),
-        };
-        let dweight = dy_x.iter().zip(&self.inv_d).map(|(dy_x, d)| dy_x * d);
-        Ok(Gradients {
-            input: dx.transpose()?,
-            weight: gradient(&dweight.collect::<Vec<_>>(), pass.weight(), wanted.weight)?,
-            bias: gradient(&to_f64::<T>(&dbias), pass.bias(), wanted.bias)?,
-        })
+        for (dy_x, d) in dy_x.iter_mut().zip(&self.inv_d) {
+            *dy_x *= d;
+        }
+        gradients(pass, wanted, dx, [dy_x, dbias])
     }
 }
 
-impl<T: Element> Forwarded<T> {
+impl Forwarded {
     /// Λ, the mean of g X̂, from Σ dy x̃ over the rows of all ranks: X̂ = X̃/D and g = γ ⊙ dy.
     fn lambda(&self, dy_x: &[f64], weight: Option<&[f64]>, rows: f64) -> Vec<f64> {
         let mut lambda = dy_x.to_vec();
@@ -274,7 +248,7 @@ impl<T: Element> Forwarded<T> {
         pass: &Pass,
         weight: Option<&[f64]>,
         correction: Option<&[f64]>,
-    ) -> [PerChannel<T>; 2] {
+    ) -> Coefficients {
         let divisor = match &self.batch {
             Some(batch) if pass.recipe.divides_by_batch() => &batch.inv_batch_rms,
             _ => &self.inv_d,
@@ -285,37 +259,8 @@ impl<T: Element> Forwarded<T> {
             gain.push(divisor * weight.map_or(1., |weight| weight[c]));
             decay.push(correction * divisor * self.inv_d[c]);
         }
-        [gain, decay].map(|coefficients| to_sums_dtype::<T>(&coefficients))
+        Coefficients::Values([gain, decay])
     }
-}
-
-/// The squares of a batch in f64.
-fn batch_squares<T: Element>(rows: &Rows<T>, sums: SquareSums<T>) -> BatchSquares {
-    let kept = mean_squares(rows, &sums.kept, rows.kept(), |row| rows.keeps(row));
-    let all = (sums.all).map(|sums| mean_squares(rows, &sums, rows.len(), |_| true));
-    BatchSquares { kept, all }
-}
-
-/// The squares of the `count` rows for which `counts` is true. A column whose sum overflowed is
-/// summed once more, so that its mean is finite if f64 can hold it.
-fn mean_squares<T: Element>(
-    rows: &Rows<T>,
-    sums: &PerChannel<T>,
-    count: usize,
-    counts: impl Fn(usize) -> bool,
-) -> MeanSquares {
-    let mut squares = MeanSquares::new(to_f64::<T>(sums), count);
-    let columns: Vec<usize> = (0..squares.sums.len())
-        .filter(|&c| squares.sums[c] == f64::INFINITY)
-        .collect();
-    if !columns.is_empty() {
-        let means = run::means_of_huge(rows, &columns, counts);
-        for (c, mean) in columns.into_iter().zip(means) {
-            squares.means[c] = mean;
-            squares.sums[c] = mean * count as f64;
-        }
-    }
-    squares
 }
 
 /// Adds up the squares of a batch over the ranks. The message is Σ x̃² and the number of rows, for
@@ -341,18 +286,24 @@ fn exchange_squares(local: BatchSquares, env: &mut dyn Env) -> Result<BatchSquar
 }
 
 /// Gain and shift of `y = gain ⊙ X̃ + shift`: γ/D and β.
-fn output_coefficients<T: Element>(pass: &Pass, inv_d: &[f64]) -> Result<[PerChannel<T>; 2]> {
-    let mut gain = inv_d.to_vec();
-    if let Some(affine) = &pass.affine {
-        for (gain, weight) in gain.iter_mut().zip(weights(affine)?) {
-            *gain *= weight;
-        }
-    }
+fn output_coefficients(pass: &Pass, inv_d: &[f64]) -> Result<Coefficients> {
+    let gain = output_gain(pass.affine.as_ref(), inv_d)?;
     let shift = match pass.bias() {
         Some(bias) => channels(bias)?,
         None => vec![0.; gain.len()],
     };
-    Ok([gain, shift].map(|coefficients| to_sums_dtype::<T>(&coefficients)))
+    Ok(Coefficients::Values([gain, shift]))
+}
+
+/// γ/D.
+pub(super) fn output_gain(affine: Option<&Affine>, inv_d: &[f64]) -> Result<Vec<f64>> {
+    let mut gain = inv_d.to_vec();
+    if let Some(affine) = affine {
+        for (gain, weight) in gain.iter_mut().zip(weights(affine)?) {
+            *gain *= weight;
+        }
+    }
+    Ok(gain)
 }
 
 /// γ in f64.
@@ -366,7 +317,7 @@ fn weights(affine: &Affine) -> Result<Vec<f64>> {
 
 /// 1/D = 1/sqrt(ψ² + ε). If ψ² has overflowed, 1/D is NaN: with 0 the output would be 0, which
 /// nobody would notice.
-fn inverse_roots(phi: &[f64], eps: f64) -> Vec<f64> {
+pub(super) fn inverse_roots(phi: &[f64], eps: f64) -> Vec<f64> {
     let inverse_root = |phi: &f64| match phi + eps {
         square if square.is_finite() => square.sqrt().recip(),
         _ => f64::NAN,
@@ -528,7 +479,10 @@ mod tests {
     /// A forward by ψ² of `outside`.
     fn run_forward(pass: &mut Pass, outside: &mut Outside) -> Result<(Box<dyn Record>, Outputs)> {
         pass.phi = Some(outside.phi.as_detached_tensor().copy()?);
-        forward(pass, outside)
+        match pass.kind.is_training() {
+            true => forward(pass, outside),
+            false => evaluate(pass),
+        }
     }
 
     const ALL: Wanted = Wanted {
@@ -774,19 +728,18 @@ mod tests {
     /// Gain and decay of the three kinds of gradient, with 1/D = 2, and 1/D of the batch 4.
     #[test]
     fn input_coefficients_by_hand() -> Result<()> {
-        let forwarded = |batch: bool| Forwarded::<f64> {
+        let forwarded = |batch: bool| Forwarded {
             inv_d: vec![2.],
             batch: batch.then_some(BatchStatistics {
                 inv_batch_rms: vec![4.],
                 gamma: vec![1.],
                 rows: 1.,
             }),
-            dtype: PhantomData,
         };
         let coefficients = |recipe, step, weight, correction| {
             let pass = pass(&[1.], ForwardKind::RunningStatistic, recipe).unwrap();
-            let [gain, decay] = forwarded(step).input_coefficients(&pass, weight, correction);
-            [gain[0], decay[0]]
+            let coefficients = forwarded(step).input_coefficients(&pass, weight, correction);
+            in_f64(coefficients).map(|values| values[0])
         };
         let (weight, nu) = (Some(&[3.][..]), Some(&[0.5][..]));
         use Recipe::{Fairseq, Paper};
@@ -800,18 +753,27 @@ mod tests {
         Ok(())
     }
 
+    #[track_caller]
+    fn in_f64(coefficients: Coefficients) -> [Vec<f64>; 2] {
+        match coefficients {
+            Coefficients::Values(values) => values,
+            Coefficients::Parameters => panic!("expected coefficients of a D"),
+        }
+    }
+
     #[test]
     fn output_coefficients_by_hand() -> Result<()> {
         let mut pass = pass(&[1.], ForwardKind::Evaluation, Recipe::Paper)?;
-        assert_eq!(output_coefficients::<f64>(&pass, &[2.])?, [[6.], [1.]]);
+        let coefficients = |pass: &Pass| output_coefficients(pass, &[2.]).map(in_f64);
+        assert_eq!(coefficients(&pass)?, [[6.], [1.]]);
         pass.affine = pass.affine.map(|affine| Affine {
             offset: 0.5,
             bias: None,
             ..affine
         });
-        assert_eq!(output_coefficients::<f64>(&pass, &[2.])?, [[7.], [0.]]);
+        assert_eq!(coefficients(&pass)?, [[7.], [0.]]);
         pass.affine = None;
-        assert_eq!(output_coefficients::<f64>(&pass, &[2.])?, [[2.], [0.]]);
+        assert_eq!(coefficients(&pass)?, [[2.], [0.]]);
         Ok(())
     }
 
@@ -822,12 +784,10 @@ mod tests {
         let x = [[2e19f32, 1.], [2e19, 2.], [6e19, 3.]];
         pass.x = Tensor::new(&x, &Device::Cpu)?;
         let keep = Tensor::new(&[1u8, 1, 0], &Device::Cpu)?;
-        let squares = with_rows::<f32, _>(&pass, None, Some(&keep), |rows| {
-            let (_, sums) = run::forward(rows, None, true);
-            Ok(batch_squares(rows, sums.unwrap()))
-        })?;
+        pass.keep = Some(keep);
+        let squares = rows::forward(&pass, None)?.squares.unwrap();
         let bound = |a: f64, e: f64| assert!((a / e - 1.).abs() < 1e-6, "{a} {e}");
-        let (kept, all) = (&squares.kept, squares.of_gamma());
+        let (kept, all) = (&squares.kept, squares.for_gamma());
         assert_eq!((kept.rows, all.rows), (2, 3));
         bound(kept.means[0], 4e38);
         bound(kept.sums[0], 8e38);

@@ -149,7 +149,10 @@ pub(crate) fn backward_row<S: Simd, T: Element>(
 /// The groups of a row, which make up its columns, in order.
 pub(crate) struct Groups<A> {
     len: usize,
-    stats: Vec<GroupStats<A>>,
+    /// Of a row that is one group.
+    one: [GroupStats<A>; 1],
+    /// Of a row that has more, so that only such rows allocate.
+    more: Vec<GroupStats<A>>,
 }
 
 /// Statistics of one group: r, and in a backward the mean of dx̃ x̃. Without a normalization of rows
@@ -178,9 +181,15 @@ impl<A: Accumulator> Groups<A> {
             inv_rms: A::one(),
             mean_dx_x: A::zero(),
         };
+        let count = cols / len;
         Self {
             len,
-            stats: vec![none; cols / len],
+            one: [none],
+            more: if count == 1 {
+                vec![]
+            } else {
+                vec![none; count]
+            },
         }
     }
 
@@ -188,7 +197,11 @@ impl<A: Accumulator> Groups<A> {
     #[inline(always)]
     pub fn each(&self) -> impl Iterator<Item = (Range<usize>, &GroupStats<A>)> {
         let (len, mut end) = (self.len, 0);
-        self.stats.iter().map(move |stats| {
+        let stats = match self.more.is_empty() {
+            true => &self.one[..],
+            false => &self.more,
+        };
+        stats.iter().map(move |stats| {
             let start = end;
             end += len;
             (start..end, stats)
@@ -199,7 +212,11 @@ impl<A: Accumulator> Groups<A> {
     #[inline(always)]
     pub fn each_mut(&mut self) -> impl Iterator<Item = (Range<usize>, &mut GroupStats<A>)> {
         let (len, mut end) = (self.len, 0);
-        self.stats.iter_mut().map(move |stats| {
+        let stats = match self.more.is_empty() {
+            true => &mut self.one[..],
+            false => &mut self.more,
+        };
+        stats.iter_mut().map(move |stats| {
             let start = end;
             end += len;
             (start..end, stats)

@@ -72,6 +72,21 @@ pub(crate) fn add_residual<'a, S: Simd, T: Element>(
     residual_out.last(x.len())
 }
 
+/// Writes the values of a parameter plus `offset` in the dtype of the sums.
+#[inline(always)]
+pub(crate) fn widen_row<S: Simd, T: Element>(
+    simd: S,
+    values: &[T],
+    offset: T::Acc,
+    widened: &mut RowWriter<T::Acc>,
+) {
+    let mut row = widened.row::<false>(values.len());
+    for_spans!(simd, UNROLL, 0..values.len(), row, |at| {
+        at.load(values) + at.splat(offset)
+    });
+    row.end();
+}
+
 /// Writes dx of a padded row.
 #[inline(always)]
 pub(crate) fn zero_row<S: Simd, T: Element>(simd: S, cols: usize, dx: &mut RowWriter<T>) {

@@ -4,16 +4,16 @@
 //! each thread writes [`Part`]s, and it becomes a `Vec` once all of it is written:
 //!
 //! ```text
-//! Output::new(8, 4, ..)     8 slots, cut into parts of 4, each with a count of 0
+//! Output::new(8, 4, ..)     8 slots, cut into parts of 4, and a count of 0
 //! parts()                   2 parts, which may be sent to other threads
 //! RowWriter::new(part)      on the thread that writes
 //! write_row!(writer, 4, ..) one row, to which vectors are appended; at 4 slots it is whole
-//! drop of the writer        executes a fence after non-temporal stores; the part's count becomes 4
-//! finish()                  4 + 4 is 8: the buffer is initialized. Any other sum panics
+//! drop of the writer        executes a fence after non-temporal stores; the count grows by 4
+//! finish()                  the count is 8: the buffer is initialized. Any other number panics
 //! ```
 //!
 //! The proof that `finish` needs rests on three promises, each kept in one place. Only a writer can
-//! set a count, and it counts the rows that are whole. An [`OpenRow`] is only ever appended to, so
+//! add to the count, and it counts the rows that are whole. An [`OpenRow`] is only ever appended to, so
 //! it is whole once it has as many values as slots. And a store writes every element that it is
 //! given, by the contract of [`Element`].
 //!
@@ -29,6 +29,7 @@ use pulp::Simd;
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 use std::sync::LazyLock;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// The instructions that write an output.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -65,6 +66,7 @@ impl Stores {
     ///
     /// Groups of such an output are whole cache lines. So if rows begin with a line, no line is
     /// written in both ways.
+    #[inline]
     pub fn of<T>(len: usize, group_len: usize) -> Self {
         let is_large = len * size_of::<T>() >= NON_TEMPORAL;
         let has_whole_lines = (group_len * size_of::<T>()).is_multiple_of(64);
@@ -81,13 +83,14 @@ pub(crate) struct Output<T> {
     buffer: Vec<T>,
     len: usize,
     part_len: usize,
-    /// For each part, how many of its slots have a value.
-    filled: Vec<usize>,
+    /// How many slots have a value.
+    filled: AtomicUsize,
     stores: Stores,
 }
 
 impl<T: Element> Output<T> {
     /// A buffer for `len` elements, in parts of `part_len`; the last may be shorter.
+    #[inline]
     pub fn new(len: usize, part_len: usize, stores: Stores) -> Self {
         let mut buffer = Vec::with_capacity(len);
         advise_huge_pages(buffer.spare_capacity_mut());
@@ -95,7 +98,7 @@ impl<T: Element> Output<T> {
             buffer,
             len,
             part_len,
-            filled: vec![0; len.div_ceil(part_len)],
+            filled: AtomicUsize::new(0),
             stores,
         }
     }
@@ -103,16 +106,25 @@ impl<T: Element> Output<T> {
     /// The parts, in order, none of them written.
     pub fn parts(&mut self) -> impl Iterator<Item = Part<'_, T>> {
         // Parts of an earlier call may have been written without a fence since.
-        self.filled.fill(0);
-        let stores = self.stores;
+        *self.filled.get_mut() = 0;
+        let (stores, filled) = (self.stores, &self.filled);
         let slots = self.buffer.spare_capacity_mut()[..self.len].chunks_mut(self.part_len);
-        slots
-            .zip(&mut self.filled)
-            .map(move |(slots, filled)| Part {
-                slots,
-                filled,
-                stores,
-            })
+        slots.map(move |slots| Part {
+            slots,
+            filled,
+            stores,
+        })
+    }
+
+    /// All of it as one part, not written.
+    #[inline]
+    pub fn whole(&mut self) -> Part<'_, T> {
+        *self.filled.get_mut() = 0;
+        Part {
+            slots: &mut self.buffer.spare_capacity_mut()[..self.len],
+            filled: &self.filled,
+            stores: self.stores,
+        }
     }
 
     /// The output.
@@ -120,18 +132,22 @@ impl<T: Element> Output<T> {
     /// # Panics
     ///
     /// If a part was not written whole.
+    #[inline]
     pub fn finish(mut self) -> Vec<T> {
         assert_eq!(
-            self.filled.iter().sum::<usize>(),
+            self.filled.into_inner(),
             self.len,
             "a pass left part of its output unwritten"
         );
-        // SAFETY: the buffer has room for `len` elements. The drop of a `RowWriter` sets the count
-        // of its part, after its fence; without that drop the count stays 0. The count is at most
-        // the part's length, because the slots of each row are cut from the part, after those of
-        // the row before. A writer counts rows that `end` found whole: `push` has filled them from
-        // the front, and by the contract of `Element` a store writes all that it is given. So by
-        // the assertion every part is written whole, and the parts make up the `len` elements.
+        // SAFETY: the buffer has room for `len` elements. The drop of a `RowWriter` adds what it
+        // wrote of its part to the count, after its fence; without that drop it adds nothing. A
+        // part has one writer, which takes it, and adds at most the part's length, because the
+        // slots of each row are cut from the part, after those of the row before. A writer counts
+        // rows that `end` found whole: `push` has filled them from the front, and by the contract
+        // of `Element` a store writes all that it is given. So by the assertion every part is
+        // written whole, and the parts make up the `len` elements. The count starts over with the
+        // parts, which borrow the output mutably, and whoever has joined the threads that dropped
+        // the writers sees all that they added.
         unsafe { self.buffer.set_len(self.len) };
         self.buffer
     }
@@ -198,8 +214,8 @@ fn advise_huge_pages<T>(_: &mut [MaybeUninit<T>]) {}
 /// A part of an output, which one thread writes.
 pub(crate) struct Part<'a, T> {
     slots: &'a mut [MaybeUninit<T>],
-    /// The number of slots with a value, from the front.
-    filled: &'a mut usize,
+    /// The count of the output's slots with a value.
+    filled: &'a AtomicUsize,
     stores: Stores,
 }
 
@@ -213,6 +229,7 @@ pub(crate) struct RowWriter<'a, T> {
 }
 
 impl<'a, T: Element> RowWriter<'a, T> {
+    #[inline(always)]
     pub fn new(part: Part<'a, T>) -> Self {
         Self {
             part,
@@ -271,7 +288,7 @@ impl<T> Drop for RowWriter<'_, T> {
             // SAFETY: every x86-64 processor has SSE.
             unsafe { std::arch::x86_64::_mm_sfence() };
         }
-        *self.part.filled = self.filled;
+        self.part.filled.fetch_add(self.filled, Ordering::Relaxed);
     }
 }
 
@@ -306,7 +323,7 @@ impl<T: Element, const NON_TEMPORAL: bool> OpenRow<'_, T, NON_TEMPORAL> {
             // SAFETY: `RowWriter::row` makes rows with such stores only for parts with them, which
             // only x86-64 has. The writer borrows the part mutably, and `last` rejects such parts.
             // The writer and its rows stay on this thread. The drop of the writer executes a fence,
-            // and without that drop the part's count stays 0, so that `finish` panics before anyone
+            // and without that drop the count stays too small, so that `finish` panics before anyone
             // reads. The slots of a row that is left before its end are written again, by this
             // thread, which sees its own stores in order.
             #[cfg(target_arch = "x86_64")]

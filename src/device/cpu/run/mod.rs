@@ -24,7 +24,7 @@ use super::convert::{Accumulator, Element, PerChannel};
 use super::layout::{Matrix, Rows};
 use super::row::group_scaling::{self, Groups, Scaler};
 use super::row::output::{Output, Part, RowWriter, Stores};
-use super::row::{BackwardSums, ColumnSums, add_residual, layer_norm, zero_row};
+use super::row::{BackwardSums, ColumnSums, add_residual, layer_norm, widen_row, zero_row};
 use crate::device::pass::RowNorm;
 use num_traits::Zero;
 use pulp::{Simd, WithSimd};
@@ -57,10 +57,10 @@ const LARGE: usize = 4 << 20;
 /// column sums of x̃² if they are wanted.
 pub(super) fn forward<T: Chunks>(
     rows: &Rows<T>,
-    coefficients: Option<&[PerChannel<T>; 2]>,
+    coefficients: Option<[&[T::Acc]; 2]>,
     sums: bool,
 ) -> (Written<T>, Option<SquareSums<T>>) {
-    let run = |coefficients: Option<&[PerChannel<T>; 2]>, sums_per_column| {
+    let run = |coefficients: Option<[&[T::Acc]; 2]>, sums_per_column| {
         let width = sums_per_column * rows.cols();
         run_chunks(rows, coefficients.is_some(), width, &|chunk| {
             let chunk = ForwardChunk {
@@ -102,13 +102,41 @@ pub(super) fn forward<T: Chunks>(
     (written, Some(SquareSums { kept, all }))
 }
 
-/// `y = gain ⊙ x̃ + shift` alone.
-pub(super) fn normalize<T: Chunks>(rows: &Rows<T>, coefficients: &[PerChannel<T>; 2]) -> Vec<T> {
-    let (written, _) = forward(rows, Some(coefficients), false);
-    let Some(y) = written.y else {
-        unreachable!("a forward with coefficients writes its output")
+/// `y = gain ⊙ x̃ + shift`, and `x + residual` if there is a residual.
+///
+/// A few rows, as in decoding, take less time than to cut them would: they are one chunk, without
+/// sums and without threads.
+#[inline]
+pub(super) fn normalize<T: Chunks>(
+    rows: &Rows<T>,
+    coefficients: [&[T::Acc]; 2],
+) -> (Vec<T>, Option<Vec<T>>) {
+    let len = rows.len() * rows.cols();
+    if len > CHUNK {
+        let (written, _) = forward(rows, Some(coefficients), false);
+        let Some(y) = written.y else {
+            unreachable!("a forward with coefficients writes its output")
+        };
+        return (y, written.residual_out);
+    }
+    let output = || Output::new(len, len, Stores::Cached);
+    let (mut y, mut residual_out) = (output(), rows.residual.is_some().then(output));
+    let chunk = Chunk {
+        range: 0..rows.len(),
+        output: Some(y.whole()),
+        residual_out: residual_out.as_mut().map(Output::whole),
+        sums: &mut [],
     };
-    y
+    let coefficients = Some(coefficients);
+    T::forward(
+        rows.group_len(),
+        ForwardChunk {
+            rows,
+            coefficients,
+            chunk,
+        },
+    );
+    (y.finish(), residual_out.map(Output::finish))
 }
 
 /// The mean of x² in columns whose Σ x² overflowed, over the rows for which `counts` is true.
@@ -152,7 +180,7 @@ pub(super) fn means_of_huge<T: Element>(
 pub(super) fn backward<T: Chunks>(
     rows: &Rows<T>,
     dy: &Matrix<T>,
-    coefficients: Option<&[PerChannel<T>; 2]>,
+    coefficients: Option<[&[T::Acc]; 2]>,
     sums: BackwardSums,
 ) -> (Option<Vec<T>>, PerChannel<T>) {
     let width = sums.per_column() * rows.cols();
@@ -166,6 +194,33 @@ pub(super) fn backward<T: Chunks>(
         T::backward(rows.group_len(), chunk);
     });
     (written.y, sums)
+}
+
+/// The values of a parameter plus `offset`, in the dtype of the sums over rows of `T`.
+pub(super) fn widened<T: Element>(values: &[T], offset: T::Acc) -> PerChannel<T> {
+    let mut output = Output::new(values.len(), values.len().max(1), Stores::Cached);
+    let widen = Widen {
+        values,
+        offset,
+        widened: RowWriter::new(output.whole()),
+    };
+    level::vectorize::<T, _>(values.len(), widen);
+    output.finish()
+}
+
+struct Widen<'a, 'b, T: Element> {
+    values: &'a [T],
+    offset: T::Acc,
+    widened: RowWriter<'b, T::Acc>,
+}
+
+impl<T: Element> WithSimd for Widen<'_, '_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(mut self, simd: S) {
+        widen_row(simd, self.values, self.offset, &mut self.widened);
+    }
 }
 
 /// An [`Element`] with the functions of a chunk, which pick a level for groups of `group_len`
@@ -254,6 +309,13 @@ fn chunk_rows(rows: usize, cols: usize) -> usize {
         .max(1)
 }
 
+/// `true` if all chunks run on the calling thread. A single thread of rayon's gains nothing over
+/// this one. In a process that was forked it is gone, and a wait for it never ends.
+#[inline]
+pub(super) fn runs_here<T: Element>(rows: &Rows<T>) -> bool {
+    rows.len() * rows.cols() <= SERIAL || rayon::current_num_threads() == 1
+}
+
 /// Cuts the rows into chunks, and calls `run_chunk` for each, on rayon's threads.
 ///
 /// `run_chunk` is a `dyn` function, so that this is compiled once for each dtype.
@@ -276,19 +338,16 @@ pub(super) fn run_chunks<T: Element>(
     let mut parts_of_y = y.iter_mut().flat_map(Output::parts);
     let mut parts_of_residual_out = residual_out.iter_mut().flat_map(Output::parts);
     let mut sums_of_chunks = sums.chunks_mut(width.max(1));
-    let chunks: Vec<_> = (0..count)
-        .map(|i| Chunk {
-            range: i * chunk..len.min((i + 1) * chunk),
-            output: parts_of_y.next(),
-            residual_out: parts_of_residual_out.next(),
-            sums: sums_of_chunks.next().unwrap_or_default(),
-        })
-        .collect();
-    // A single thread of rayon's gains nothing over this one. In a process that was forked it is
-    // gone, and a wait for it never ends.
-    if len * cols <= SERIAL || rayon::current_num_threads() == 1 {
-        chunks.into_iter().for_each(run_chunk);
+    let chunks = (0..count).map(|i| Chunk {
+        range: i * chunk..len.min((i + 1) * chunk),
+        output: parts_of_y.next(),
+        residual_out: parts_of_residual_out.next(),
+        sums: sums_of_chunks.next().unwrap_or_default(),
+    });
+    if runs_here(rows) {
+        chunks.for_each(run_chunk);
     } else {
+        let chunks: Vec<_> = chunks.collect();
         chunks.into_par_iter().for_each(run_chunk);
     }
     drop((parts_of_y, parts_of_residual_out));
@@ -324,7 +383,7 @@ pub(super) struct Chunk<'a, T: Element> {
 pub(super) struct ForwardChunk<'a, 'b, T: Element> {
     rows: &'a Rows<'a, T>,
     /// Gain and shift; `None` if only sums, or only `x + residual`, are wanted.
-    coefficients: Option<&'a [PerChannel<T>; 2]>,
+    coefficients: Option<[&'a [T::Acc]; 2]>,
     chunk: Chunk<'b, T>,
 }
 
@@ -339,8 +398,6 @@ impl<T: Element> WithSimd for ForwardChunk<'_, '_, T> {
             chunk,
         } = self;
         let cols = rows.cols();
-        let coefficients =
-            coefficients.map(|coefficients| coefficients.each_ref().map(Vec::as_slice));
         let mut y = chunk.output.map(RowWriter::new);
         let mut residual_out = chunk.residual_out.map(RowWriter::new);
         let mut sums = Subtotals::new(chunk.sums);
@@ -405,7 +462,7 @@ pub(super) struct BackwardChunk<'a, 'b, T: Element> {
     rows: &'a Rows<'a, T>,
     dy: &'a Matrix<'a, T>,
     /// Gain and decay; `None` if only sums are wanted.
-    coefficients: Option<&'a [PerChannel<T>; 2]>,
+    coefficients: Option<[&'a [T::Acc]; 2]>,
     chunk: Chunk<'b, T>,
 }
 
@@ -421,8 +478,6 @@ impl<T: Element> WithSimd for BackwardChunk<'_, '_, T> {
             chunk,
         } = self;
         let cols = rows.cols();
-        let coefficients =
-            coefficients.map(|coefficients| coefficients.each_ref().map(Vec::as_slice));
         let mut dx = chunk.output.map(RowWriter::new);
         let mut sums = Subtotals::new(chunk.sums);
         let scaler = match rows.norm {
@@ -520,6 +575,31 @@ mod tests {
 
     fn matrix<T>(values: &[T], cols: usize) -> Matrix<'_, T> {
         Matrix::packed(values.len() / cols, cols, values)
+    }
+
+    fn slices<A>(coefficients: Option<&[Vec<A>; 2]>) -> Option<[&[A]; 2]> {
+        coefficients.map(|both| both.each_ref().map(Vec::as_slice))
+    }
+
+    fn forward<T: Chunks>(
+        rows: &Rows<T>,
+        coefficients: Option<&[PerChannel<T>; 2]>,
+        sums: bool,
+    ) -> (Written<T>, Option<SquareSums<T>>) {
+        super::forward(rows, slices(coefficients), sums)
+    }
+
+    fn normalize<T: Chunks>(rows: &Rows<T>, coefficients: &[PerChannel<T>; 2]) -> Vec<T> {
+        super::normalize(rows, coefficients.each_ref().map(Vec::as_slice)).0
+    }
+
+    fn backward<T: Chunks>(
+        rows: &Rows<T>,
+        dy: &Matrix<T>,
+        coefficients: Option<&[PerChannel<T>; 2]>,
+        sums: BackwardSums,
+    ) -> (Option<Vec<T>>, PerChannel<T>) {
+        super::backward(rows, dy, slices(coefficients), sums)
     }
 
     /// Groups of group scaling, without ε.
