@@ -32,7 +32,7 @@ const ROUNDS: usize = 10;
 /// Trains a model, folds its normalizations away, and compares
 #[derive(Parser)]
 struct Args {
-    /// UTF-8 text to learn [default: some of this crate]
+    /// UTF-8 text to learn [default: 100 KB of Shakespeare]
     #[arg(long, value_name = "FILE")]
     text: Option<PathBuf>,
 
@@ -72,7 +72,7 @@ fn main() -> Result<()> {
     }
     let args = Args::parse();
     let device = &Device::Cpu;
-    let text = Text::read(args.text)?;
+    let text = Text::read(args.text.as_deref())?;
     let (mode, warmup) = (Mode::train(), args.steps / 4);
     let config = PowerNormConfig {
         group_scaling: None,

@@ -1,35 +1,38 @@
 //! The small transformer that `char_lm` and `fold` train on the characters of a text.
 #![allow(dead_code)] // each example uses its share
 
-use candle::{D, DType, Device, Error, Module, Result, Tensor, bail};
+use candle::{D, DType, Device, Module, Result, Tensor, bail, safetensors};
 use candle_nn::{
     Activation, AdamW, Embedding, Linear, Optimizer, ParamsAdamW, VarBuilder, VarMap, embedding,
     linear_no_bias, loss::cross_entropy, ops,
 };
-use candle_powernorm::{LayerNorm, PowerNorm, layer_norm, trainable_vars};
+use candle_powernorm::{
+    PowerNorm, PowerNormConfig, RmsNorm, power_norm_no_bias, rms_norm, trainable_vars,
+};
 use rand::{Rng, SeedableRng, rngs::StdRng};
-use std::collections::BTreeSet;
-use std::path::PathBuf;
+use std::collections::{BTreeSet, HashMap};
+use std::fs;
+use std::path::Path;
 
 pub const LAYERS: usize = 3;
 pub const HEADS: usize = 4;
 pub const WIDTH: usize = 96;
 pub const CONTEXT: usize = 64;
 pub const BATCH: usize = 8;
+pub const EPS: f64 = 1e-5;
 
 /// Characters of a piece of the text. The last tenth of each piece is for validation.
 const PIECE: usize = 10 * (CONTEXT + 1);
 
+/// The name of the characters in a saved model.
+const VOCAB: &str = "vocab";
+
 /// nanoGPT's, where a step has few characters.
 const BETA_2: f64 = 0.99;
 
-/// The text to learn without `--text`.
-const SOURCES: &str = concat!(
-    include_str!("../README.md"),
-    include_str!("../src/power_norm.rs"),
-    include_str!("../src/state.rs"),
-    include_str!("../kernels/power_norm.cu"),
-);
+/// The text to learn without `--text`: the first acts of Shakespeare's Coriolanus, in the public
+/// domain, from the start of Karpathy's tinyshakespeare.
+const SHAKESPEARE: &str = include_str!("shakespeare.txt");
 
 /// A text as numbers of its characters.
 pub struct Text {
@@ -42,14 +45,27 @@ pub struct Text {
 }
 
 impl Text {
-    /// The text in a file, or some of this crate.
-    pub fn read(path: Option<PathBuf>) -> Result<Self> {
-        let text = match path {
-            None => SOURCES.to_string(),
-            Some(path) => {
-                std::fs::read_to_string(&path).map_err(|e| Error::from(e).with_path(path))?
-            }
+    /// The text in a file, or Shakespeare's.
+    pub fn read(path: Option<&Path>) -> Result<Self> {
+        let Some(path) = path else {
+            return Self::new(SHAKESPEARE);
         };
+        let name = path.display();
+        let bytes = match fs::read(path) {
+            Ok(bytes) => bytes,
+            Err(error) => bail!("cannot read {name}, --text takes a file of UTF-8 text: {error}"),
+        };
+        match str::from_utf8(&bytes) {
+            Ok(text) => Self::new(text),
+            Err(error) => bail!(
+                "{name} is not UTF-8 at byte {}: convert it, for example by `iconv -f latin1 -t \
+                 utf-8`",
+                error.valid_up_to()
+            ),
+        }
+    }
+
+    fn new(text: &str) -> Result<Self> {
         let vocab: Vec<char> = text.chars().collect::<BTreeSet<_>>().into_iter().collect();
         let token = |c| vocab.partition_point(|&known| known < c) as u32;
         let tokens: Vec<u32> = text.chars().map(token).collect();
@@ -62,8 +78,9 @@ impl Text {
         }
         if validation.is_empty() {
             bail!(
-                "the text must have more than {} characters",
-                PIECE + CONTEXT
+                "expected a text of at least {} characters, got {}: give --text a longer one",
+                PIECE + CONTEXT + 1,
+                tokens.len()
             );
         }
         Ok(Self {
@@ -85,18 +102,17 @@ impl Text {
 /// A normalization of the model.
 #[allow(clippy::large_enum_variant)] // A model has few of them.
 pub enum Norm {
+    /// candle's, fused and without a backward.
+    Candle(candle_nn::RmsNorm),
+    /// The weight of candle's `ops::rms_norm_slow`, which differentiates by autograd.
+    CandleSlow(Tensor),
+    Rms(RmsNorm),
     Power(PowerNorm),
-    /// This crate's. With candle's, nothing before it would train.
-    Layer(LayerNorm),
     /// Folded into the linear layer behind it: nothing is left.
     Folded,
 }
 
 impl Norm {
-    pub fn layer(vb: VarBuilder) -> Result<Self> {
-        Ok(Self::Layer(layer_norm(WIDTH, 1e-5, vb)?))
-    }
-
     fn fold_into(&self, next: &Linear) -> Result<Linear> {
         match self {
             Self::Power(norm) if norm.group_scaling().is_none() => norm.fold_into(next),
@@ -108,8 +124,10 @@ impl Norm {
 impl Module for Norm {
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
         match self {
+            Self::Candle(norm) => norm.forward(xs),
+            Self::CandleSlow(weight) => ops::rms_norm_slow(xs, weight, EPS as f32),
+            Self::Rms(norm) => norm.forward(xs),
             Self::Power(norm) => norm.forward(xs),
-            Self::Layer(norm) => norm.forward(xs),
             Self::Folded => Ok(xs.clone()),
         }
     }
@@ -136,6 +154,27 @@ impl Gpt {
             norm: norm(vb.pp("norm"))?,
             output: linear_no_bias(WIDTH, vocab, vb.pp("output"))?,
         })
+    }
+
+    /// A model that [`Training::save`] wrote, and the characters that it knows.
+    pub fn load(path: &Path, device: &Device) -> Result<(Self, Vec<char>)> {
+        let name = path.display();
+        let mut tensors = match safetensors::load(path, device) {
+            Ok(tensors) => tensors,
+            Err(error) => bail!("{name} is no model that --save wrote: {error}"),
+        };
+        let Some(vocab) = tensors.remove(VOCAB) else {
+            bail!("{name} is no model that --save wrote: it has no tensor {VOCAB:?}");
+        };
+        let vocab = vocab.to_vec1::<u32>()?;
+        let vocab: Vec<char> = vocab.into_iter().filter_map(char::from_u32).collect();
+        // Only PowerNorm has statistics. The others' weights mean the same to `rms_norm`.
+        let norm = |vb: VarBuilder| match vb.contains_tensor("running_phi") {
+            true => power_norm_no_bias(WIDTH, PowerNormConfig::default(), vb).map(Norm::Power),
+            false => rms_norm(WIDTH, EPS, vb).map(Norm::Rms),
+        };
+        let vb = VarBuilder::from_tensors(tensors, DType::F32, device);
+        Ok((Self::new(vocab.len(), &norm, vb)?, vocab))
     }
 
     /// The same model without normalizations, for inference.
@@ -288,6 +327,21 @@ impl Training {
         self.optimizer.backward_step(&loss)?;
         Ok(f64::from(loss.to_scalar::<f32>()?))
     }
+
+    /// Writes the variables and the characters. A run that is interrupted meanwhile leaves the file
+    /// as it was.
+    pub fn save(&self, vocab: &[char], path: &Path) -> Result<()> {
+        let vars = self.varmap.data().lock().unwrap();
+        let vars = vars
+            .iter()
+            .map(|(name, var)| (name.clone(), var.as_tensor().clone()));
+        let mut tensors: HashMap<_, _> = vars.collect();
+        let vocab = Tensor::from_iter(vocab.iter().map(|&c| u32::from(c)), &Device::Cpu)?;
+        tensors.insert(VOCAB.to_owned(), vocab);
+        let unfinished = path.with_extension("unfinished");
+        safetensors::save(&tensors, &unfinished)?;
+        Ok(fs::rename(&unfinished, path)?)
+    }
 }
 
 /// Draws every matrix, in the order of their names. candle's generator has no seed on a CPU.
@@ -311,4 +365,92 @@ pub fn batch(stretches: &[&[u32]], device: &Device) -> Result<[Tensor; 2]> {
     }
     let tensor = |tokens| Tensor::from_vec(tokens, (stretches.len(), CONTEXT), device);
     Ok([tensor(inputs)?, tensor(targets)?])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use candle_powernorm::Mode;
+    use std::{env, path::PathBuf, process};
+
+    fn file(name: &str) -> PathBuf {
+        env::temp_dir().join(format!("char_lm-{}-{name}", process::id()))
+    }
+
+    /// The first line of an error: a backtrace may follow it.
+    fn error<T>(result: Result<T>) -> String {
+        let error = result.err().unwrap().to_string();
+        error.lines().next().unwrap().to_owned()
+    }
+
+    #[test]
+    fn texts_that_cannot_be_learned() {
+        let path = file("text");
+        let name = path.display();
+        let missing = error(Text::read(Some(&path)));
+        let expected = format!("cannot read {name}, --text takes a file of UTF-8 text: ");
+        assert!(missing.starts_with(&expected), "{missing}");
+
+        fs::write(&path, b"caf\xe9").unwrap();
+        assert_eq!(
+            error(Text::read(Some(&path))),
+            format!(
+                "{name} is not UTF-8 at byte 3: convert it, for example by `iconv -f latin1 -t utf-8`"
+            )
+        );
+        for short in ["", &"é".repeat(714)] {
+            fs::write(&path, short).unwrap();
+            assert_eq!(
+                error(Text::read(Some(&path))),
+                format!(
+                    "expected a text of at least 715 characters, got {}: give --text a longer one",
+                    short.chars().count()
+                )
+            );
+        }
+        fs::write(&path, "é".repeat(715)).unwrap();
+        assert_eq!(Text::read(Some(&path)).unwrap().validation.len(), 1);
+        fs::remove_file(path).unwrap();
+    }
+
+    #[test]
+    fn a_saved_model() {
+        let (path, device, mode) = (file("model.safetensors"), &Device::Cpu, Mode::train());
+        let unfinished = path.with_extension("unfinished");
+        let text = Text::read(None).unwrap();
+        let power = |vb: VarBuilder| {
+            let norm = power_norm_no_bias(WIDTH, PowerNormConfig::default(), vb)?;
+            Ok(Norm::Power(norm.with_mode(&mode)))
+        };
+        let rms = |vb: VarBuilder| rms_norm(WIDTH, EPS, vb).map(Norm::Rms);
+        let norms: [NewNorm; 2] = [&power, &rms];
+        for norm in norms {
+            let schedule = (1e-3, 1, 4);
+            let mut training = Training::new(text.vocab.len(), norm, schedule, 1, device).unwrap();
+            training.step(&text.train, device).unwrap();
+            training.save(&text.vocab, &path).unwrap();
+            assert!(!unfinished.exists());
+            // What a run leaves that is interrupted in its next save.
+            fs::write(&unfinished, "half a model").unwrap();
+
+            let (model, vocab) = Gpt::load(&path, device).unwrap();
+            assert_eq!(vocab, text.vocab);
+            let _evaluation = mode.eval_scope();
+            let [saved, loaded] = [&training.model, &model]
+                .map(|model| model.validate(&text.validation(2), device).unwrap());
+            assert_eq!(saved, loaded);
+        }
+
+        let expected = |path: &Path| format!("{} is no model that --save wrote: ", path.display());
+        let half = error(Gpt::load(&unfinished, device));
+        assert!(half.starts_with(&expected(&unfinished)), "{half}");
+        let vars = HashMap::from([("weight", Tensor::zeros(1, DType::F32, device).unwrap())]);
+        safetensors::save(&vars, &path).unwrap();
+        assert_eq!(
+            error(Gpt::load(&path, device)),
+            expected(&path) + "it has no tensor \"vocab\""
+        );
+        fs::remove_file(unfinished).unwrap();
+        fs::remove_file(path).unwrap();
+    }
 }
