@@ -421,7 +421,7 @@ fn only_a_tracked_forward_has_an_op() -> Result<()> {
         let (weight, bias) = (weight.clone(), Some(bias.clone()));
         // A weight that is a variable would make it train.
         let power = candle_powernorm::PowerNorm::new(weight, bias, phi.clone(), 1e-5)?;
-        let power = power.with_mode(&Mode::eval());
+        let power = power.with_mode(&candle_powernorm::Mode::eval());
         let (y, sum) = layer.forward_residual(xs, residual)?;
         let (power_y, power_sum) = power.forward_residual(xs, residual, None)?;
         let norms = [layer.forward(xs)?, rms.forward(xs)?, power.forward(xs)?];
