@@ -121,6 +121,22 @@ def counted(dtype):
     return {name: [a - b for a, b in zip(of, none)] for name, of in numbers.items()}
 
 
+def steps():
+    """Milliseconds of a step of a GPT in f32: by layer, with candle's GELU and with this crate's, the
+    least, the smallest and the largest run."""
+    for name, *cells in table(MODEL.read_text().split("\n### Whole steps in f32\n")[1])[1:]:
+        of = [re.match(r"(\d+) \[(\d+)–(\d+)\]", cell).groups() for cell in cells]
+        yield name.strip("`"), [[float(number) for number in numbers] for numbers in of]
+
+
+# A bar's name, its layer in the record of steps, and whether the GELU is this crate's.
+STEPS = [
+    ("layer_norm, ops::gelu", "layer_norm", True),
+    ("layer_norm", "layer_norm", False),
+    ("rms_norm", "rms_norm", False),
+    ("candle layer_norm_slow", "layer_norm_slow", False),
+]
+
 # A bar's name, its layer in the record of times, and its layer in the table of memory.
 BARS = [
     ("layer_norm", "layer_norm", "layer_norm"),
@@ -165,6 +181,11 @@ def speed():
         value, low, high = of[record]
         label = f"{value:.1f} ({low:.1f} to {high:.1f})"
         panels[-1][1].append((name, label, value, low, high))
+    whole = dict(steps())
+    panels.append(("CPU, f32: a whole step of a GPT, ms", []))
+    for name, record, our_gelu in STEPS:
+        value, low, high = whole[record][our_gelu]
+        panels[-1][1].append((name, f"{value:.0f}", value, low, high))
     names = [(name, layer) for name, _, layer in BARS if layer]
     panels.append(("CPU, f32: kept besides the input for the backward", []))
     for name, layer in names:
@@ -184,7 +205,9 @@ def speed():
     notes = [
         "CPU: inputs of 4096 × 512, one thread of an AMD EPYC (Zen 5),",
         "2026-11-27; times are the median and the range of five runs.",
-        "candle 0.11.1 with mimalloc, PyTorch 2.15 with jemalloc.",
+        "candle 0.11.1 with mimalloc, PyTorch 2.15 with jemalloc. The",
+        "GPT has 4 blocks of 256 channels, 1024 tokens a step: a Zen 4,",
+        "2026-11-29, least of two runs.",
         "GPU: counted on an emulator, 2026-11-28, not timed. Traffic of",
         "kernels, autograd and AdamW included, that five normalizations",
         "add to a GPT of 2 blocks of 384 channels on 256 tokens.",
@@ -193,14 +216,16 @@ def speed():
     ]
     parts += [text(12, top + 34 + 19 * i, line, 14) for i, line in enumerate(notes)]
     described = ", ".join(f"{name.strip('*')} {of[record][0]:.1f} ms" for name, record, _ in BARS)
+    of_steps = ", ".join(f"{name} {whole[of][gelu][0]:.0f} ms" for name, of, gelu in STEPS)
     traffic = ", ".join(f"{name} {added[layer][1]:.0f} MiB" for name, layer in names)
     description = (
-        f"Bars. A forward and backward of 4096 × 512 in f32 on one thread takes: {described}. For "
+        f"Bars. A forward and backward of 4096 × 512 in f32 on one thread takes: {described}. A whole "
+        f"step of a GPT takes: {of_steps}. For "
         "the backward this crate's layers keep 4.8 kB, and candle's slow ones 17 to 34 MB. On a GPU "
         f"five normalizations add to a step of a GPT in f32: {traffic}."
     )
     title = "LayerNorm and RMSNorm in training: time and memory on a CPU, traffic on a GPU"
-    return picture(FOLDER / "speed", 500, top + 185, title, description, parts)
+    return picture(FOLDER / "speed", 500, top + 223, title, description, parts)
 
 
 for file, drawn in (axes() | speed()).items():
