@@ -586,6 +586,10 @@ fn main() -> Result<()> {
             Place::Cuda => "GPU".to_owned(),
         },
     );
+    #[cfg(all(target_arch = "x86_64", not(feature = "avx512")))]
+    if matches!(args.device, Place::Cpu) && std::arch::is_x86_feature_detected!("avx512f") {
+        println!("Built without the feature avx512, so products leave this processor's unused.\n");
+    }
     let batch = Batch::new(&args, &device)?;
     let mut contenders: Vec<Contender> = vec![];
     for &kind in &args.norms {
