@@ -508,14 +508,20 @@ impl PowerNorm {
         // Before the checks: if one fails, dropping the turn tells the other ranks.
         let turn = (self.ranks.as_ref().zip(exchange)).map(|(ranks, of)| ranks.turn(of));
 
+        // A step moves ψ² and ν before it has read the rows for the last time, and no call locks the
+        // storage of ψ² twice.
+        let apart = |rows: &Tensor| match self.state.owns(rows) {
+            true => rows.force_contiguous(),
+            false => Ok(rows.clone()),
+        };
         if purpose == Purpose::Evaluation
             && keep.is_none()
             && let Some(affine) = self.folded_affine(xs, residual)?
         {
             let norm = RowNorm::of_groups(config.group_scaling, config.eps);
-            let mut pass = Pass::of_rows(LAYER, xs, norm, Some(affine))?;
+            let mut pass = Pass::of_rows(LAYER, &apart(xs)?, norm, Some(affine))?;
             if let Some(residual) = residual {
-                pass = pass.with_residual(residual)?;
+                pass = pass.with_residual(&apart(residual)?)?;
             }
             return Ok((pass, None));
         }
@@ -531,12 +537,6 @@ impl PowerNorm {
             recipe: config.recipe,
             eps: config.eps,
             groups: config.group_scaling,
-        };
-        // A step moves ψ² and ν before it has read the rows for the last time, and no call locks the
-        // storage of ψ² twice.
-        let apart = |rows: &Tensor| match self.state.owns(rows) {
-            true => rows.force_contiguous(),
-            false => Ok(rows.clone()),
         };
         let affine = self.affine.clone();
         let mut pass = Pass::of_channels(&self.device, LAYER, &apart(xs)?, affine, channels)?;
@@ -695,14 +695,17 @@ mod tests {
         Ok(())
     }
 
-    /// A step may normalize the layer's own ψ², of which it reads a copy.
+    /// A layer may normalize its own ψ², of which it reads a copy: rayon may start the layer again
+    /// while rows are locked, and a step waits for ψ².
     #[test]
     fn rows_of_the_layers_own_state_are_copied() -> Result<()> {
         let layer = layer(true)?;
         let (own, _) = layer.state.begin(true)?;
         let rows = own.reshape((1, 2))?;
-        let (pass, _) = pass_of(&layer, &rows, Purpose::Training)?;
-        assert!(!layer.state.owns(pass.x()));
+        for purpose in [Purpose::Evaluation, Purpose::Training] {
+            let (pass, _) = pass_of(&layer, &rows, purpose)?;
+            assert!(!layer.state.owns(pass.x()), "{purpose:?}");
+        }
         Ok(())
     }
 

@@ -533,3 +533,27 @@ fn an_evaluation_follows_its_variables() -> Result<()> {
     assert_eq!(bits(&frozen.forward(&xs)?), bits(&fresh(phi)?));
     Ok(())
 }
+
+/// A β of −0 stays one in every dtype, with γ/D kept or computed.
+#[test]
+fn negative_zeros_are_kept() -> Result<()> {
+    for dtype in [DType::F32, DType::F64, DType::F16, DType::BF16] {
+        let xs = tensor(&[-0., -0., 1.], &[1, 3], dtype);
+        let (weight, bias) = (
+            tensor(&[1.; 3], &[3], dtype),
+            tensor(&[-0., 0., 1.], &[3], dtype),
+        );
+        let state = if dtype == DType::F64 {
+            dtype
+        } else {
+            DType::F32
+        };
+        let phi = Tensor::ones(3, state, &CPU)?;
+        let layer = candle_powernorm::PowerNorm::new(weight, Some(bias), phi, 1e-5)?;
+        let keep = Tensor::ones(1, DType::U8, &CPU)?;
+        let ys = bits(&layer.forward(&xs)?);
+        assert_eq!(ys, bits(&layer.forward_masked(&xs, &keep)?), "{dtype:?}");
+        assert_eq!(ys[..2], [(-0f64).to_bits(), 0], "{dtype:?}");
+    }
+    Ok(())
+}

@@ -49,13 +49,13 @@ impl Folded {
         }
         // Copies first: γ/D is of them, even if another thread sets the variables meanwhile.
         let copied = affine.map(|affine| -> Result<_> {
-            let weight = affine.weight.detach().copy()?;
+            let weight = affine.weight.detach().force_contiguous()?;
             Ok(Affine {
                 weight,
                 ..affine.clone()
             })
         });
-        let (phi, affine) = (phi.detach().copy()?, copied.transpose()?);
+        let (phi, affine) = (phi.detach().force_contiguous()?, copied.transpose()?);
         let gain = output_gain(affine.as_ref(), &inverse_roots(&channels(&phi)?, eps))?;
         let gain = Tensor::from_slice(&gain, gain.len(), &Device::Cpu)?.to_dtype(dtype)?;
         *kept = Some(Kept {

@@ -221,6 +221,8 @@ fn parameter<'a, T: Chunks>(
     offset: f64,
 ) -> Result<Cow<'a, [T::Acc]>> {
     let (dtype, storage) = (storage.dtype(), on_cpu(storage)?);
+    // The one number whose addition keeps -0.
+    let offset = if offset == 0. { -0. } else { offset };
     if dtype == T::Acc::DTYPE && offset == 0. {
         Ok(packed(storage, layout)?.into())
     } else if dtype == T::Acc::DTYPE {
