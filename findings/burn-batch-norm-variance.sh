@@ -33,7 +33,7 @@ fn main() {
     let x: Tensor<2> = Tensor::from_data([[1f32], [2.], [4.], [5.]], &device);
     norm.forward(x);
     let variance = norm.running_var.value_sync();
-    let variance = variance.into_data_as::<f32>().to_vec::<f32>().unwrap()[0];
+    let variance = variance.into_data_as::<f32>().try_to_vec::<f32>().unwrap()[0];
     println!("running variance {variance}: biased is 2.5, unbiased 3.333");
     assert!((variance - 2.5).abs() < 1e-5, "this has changed");
 }
