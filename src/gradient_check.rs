@@ -74,13 +74,13 @@ const WRONG: f64 = 0.02;
 /// # Method
 ///
 /// Along a direction d the loss changes at the rate `g · d` if g is its gradient, and at the rate
-/// `(L(w + h d) − L(w − h d)) / 2h` as measured, with an error of the order of h². The variables are
-/// first tried in groups of up to eight, along random directions and along their gradients, and those
-/// of a group that differs one by one, along random directions and along the gradient. h begins at 1/64 of each variable's
-/// root mean square and falls until truncation and rounding are small. A gradient counts as wrong if
-/// it differs from what is measured by more than 2 %, in root mean square over the directions,
-/// beyond the measurement's own error, and does so along a second set of directions too. The
-/// directions are the same in every call.
+/// `(L(w + h d) − L(w − h d)) / 2h` as measured, with an error of the order of h². The variables
+/// are first tried in groups of up to eight, along random directions and along their gradients, and
+/// those of a group that differs one by one, along random directions and along the gradient. h
+/// begins at 1/64 of each variable's root mean square and falls until truncation and rounding are
+/// small. A gradient counts as wrong if it differs from what is measured by more than 2 %, in root
+/// mean square over the directions, beyond the measurement's own error, and does so along a second
+/// set of directions too. The directions are the same in every call.
 ///
 /// The check is made close to the present values, at a distance of 1/32 of each variable's root mean
 /// square. The present values may be special: on the kink of a ReLU, or at a minimum of the loss. Or

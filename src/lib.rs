@@ -33,7 +33,8 @@
 //!
 //! `forward_residual` of both adds a residual in the same pass, [`ops`] has both as functions, and
 //! [`layer_norm_1p`] and [`rms_norm_1p`] take weights that are stored as γ − 1. [`ops`] also has
-//! candle's fused softmax and rotary embeddings with the backward that they lack there.
+//! candle's fused softmax and rotary embeddings with the backward that they lack there, and a GELU
+//! that is fast on CPUs.
 //!
 //! [`untrained`] lists the variables of a model that get no gradient, and [`check_gradients`] those
 //! whose gradient is wrong.

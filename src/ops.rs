@@ -21,10 +21,11 @@
 //! # Softmax and rotary embeddings
 //!
 //! The forward is candle_nn's own fused function, on every device and in every dtype in which that
-//! runs, except that a CPU computes the softmax of half precision in `F32`. The graph keeps the input and the output. candle_nn's differentiable forms, `ops::softmax`
-//! and `rotary_emb::rope_slow`, keep each intermediate result, and `rope_slow` both tables, at their
-//! full length, twice as wide. An input that is not contiguous is copied, where candle_nn's function
-//! rejects it. The gradients can be differentiated again.
+//! runs, except that a CPU computes the softmax of half precision in `F32`. The graph keeps the input
+//! and the output. candle_nn's differentiable forms, `ops::softmax` and `rotary_emb::rope_slow`, keep
+//! each intermediate result, and `rope_slow` both tables, at their full length, twice as wide. An
+//! input that is not contiguous is copied, where candle_nn's function rejects it. The gradients can
+//! be differentiated again.
 //!
 //! An error begins with the name of the function that was called, and names its arguments.
 //!
