@@ -333,8 +333,8 @@ impl SavedAdamW {
             )
         }
         for (name, average) in &averages {
-            let likeness = |tensor: &Tensor| (tensor.shape().clone(), tensor.dtype());
-            let (expected, got) = (likeness(average), likeness(&tensors[name]));
+            let signature = |tensor: &Tensor| (tensor.shape().clone(), tensor.dtype());
+            let (expected, got) = (signature(average), signature(&tensors[name]));
             if got != expected {
                 candle::bail!(
                     "candle_powernorm: expected {name} of {expected:?} in {path:?}, got {got:?}: \

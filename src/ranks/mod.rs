@@ -317,14 +317,14 @@ impl Turn<'_> {
     fn sum_on_device(&mut self, local: &Tensor) -> Result<Tensor> {
         let global = self.send(local)?;
         let global = global.contiguous()?;
-        let likeness = |tensor: &Tensor| {
+        let signature = |tensor: &Tensor| {
             (
                 tensor.elem_count(),
                 tensor.dtype(),
                 tensor.device().location(),
             )
         };
-        let (got, expected) = (likeness(&global), likeness(local));
+        let (got, expected) = (signature(&global), signature(local));
         if got != expected {
             candle::bail!(
                 "power_norm: expected sums of the communicator like {expected:?}, got {got:?}"
@@ -333,8 +333,8 @@ impl Turn<'_> {
         global.flatten_all()
     }
 
-    /// Sends this rank's message through the communicator. `drop` tells the others of errors before
-    /// this call, and the communicator of errors from here on.
+    /// Sends this rank's message through the communicator. Until this call, dropping the turn reports
+    /// an error to the other ranks. Afterwards the communicator must.
     fn send(&mut self, message: &Tensor) -> Result<Tensor> {
         self.is_awaited = false;
         self.member.ranks.communicator.all_reduce_sum(message)

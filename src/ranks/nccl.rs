@@ -167,8 +167,8 @@ impl Drop for NcclCommunicator {
     fn drop(&mut self) {
         let comm = self.comm.get_mut().unwrap_or_else(PoisonError::into_inner);
         if !std::thread::panicking() {
-            // The first call may return an error that an earlier drop left, and not wait. Whoever
-            // waits for the GPU's results gets the second one's error too.
+            // The first call may only return an older error. The second one waits, and its error
+            // reaches the caller with the next result.
             let context = comm.0.context();
             let _ = context.synchronize().or_else(|_| context.synchronize());
         }

@@ -115,10 +115,10 @@ const FEWEST: Fewest = Fewest {
     thread_rows: 2,
 };
 
-/// In an evaluation's forward, which takes none, so that a small input occupies more
-/// multiprocessors. Each block also reads the coefficients of its columns, which would outweigh a
-/// chunk of one row. So few rows are all prefetched while the block computes its coefficients, and
-/// then a thread of its own for each row ends sooner.
+/// Without sums, as in an evaluation's forward, smaller chunks pay off: a small input fills more
+/// multiprocessors. Two rows, because each block also reads the coefficients of its columns, and a
+/// chunk of one row would read more of those than of data. Both rows are prefetched while the block
+/// computes its coefficients, and each has a thread of its own, which ends sooner.
 const FEWEST_OF_EVALUATION: Fewest = Fewest {
     chunk_rows: 2,
     thread_rows: 1,
