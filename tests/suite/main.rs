@@ -30,6 +30,7 @@ mod porting;
 mod properties;
 mod recalibration;
 mod recipes;
+mod rejections;
 mod residual;
 mod robustness;
 mod row_norms;
