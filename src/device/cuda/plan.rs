@@ -1343,272 +1343,97 @@ mod tests {
         }
     }
 
-    /// The plan of some shapes when this test was written. A change of the planner shows here;
-    /// whether it makes launches faster, only a measurement can tell.
-    struct Recorded {
-        gpu: Limits,
-        shape: Shape,
-        /// `normalize` without a residual and `normalize_bwd`, each with the rows of a chunk, the
-        /// span, groups per tile / tiles per group, and stages; `group_dots`; `update_phi`.
-        launches: [&'static str; 4],
-        /// Offsets in `saved` after the first.
-        saved: [Address; 8],
-        /// Offsets in `workspace` after the first.
-        workspace: [Address; 3],
-    }
-
+    /// The plans of some shapes are those of `tests/fixtures/plans.txt`, where a change of the planner
+    /// shows. Whether it makes launches faster, only a measurement can tell. This writes the file:
+    ///
+    /// ```text
+    /// CANDLE_POWERNORM_RENEW=1 softgpu/run cargo test --features cuda --lib plans_are_as_recorded
+    /// ```
     #[test]
     fn plans_are_as_recorded() {
-        for recorded in RECORDED {
-            let extent = extent(recorded.shape, recorded.gpu);
-            let kind = ForwardKind::RunningStatistic;
-            let forward = LaunchPlan {
-                masked: true,
-                ..LaunchPlan::new(extent, Recipe::Fairseq, kind).unwrap()
-            };
-            let backward = forward.of_backward().unwrap();
-            let walk = |launch: String, tiling: Tiling| {
-                format!(
-                    "{launch} {} {} {}/{} {}",
-                    tiling.chunk_rows,
-                    tiling.span,
-                    tiling.groups_per_tile,
-                    tiling.tiles_per_group,
-                    tiling.stages
-                )
-            };
-            let (rows, tiling) = forward.normalize(1, 1);
-            let (rows_bwd, tiling_bwd) = backward.normalize_bwd(2);
-            let launches = [
-                walk(text(&rows), tiling),
-                walk(text(&rows_bwd), tiling_bwd),
-                text(&backward.reduce_groups_bwd().0),
-                text(&forward.update_phi()),
-            ];
-            let what = format!("{:?}", recorded.shape);
-            assert_eq!(launches, recorded.launches, "{what}");
-            let saved = forward.saved(0);
-            assert_eq!(
-                [
-                    saved.gamma,
-                    saved.batch_phi,
-                    saved.count,
-                    saved.group_rms_inv,
-                    saved.kept,
-                    saved.partials,
-                    saved.all_partials,
-                    saved.end,
-                ],
-                recorded.saved,
-                "{what}"
-            );
-            let Workspace {
-                lambda,
-                partials,
-                dots,
-                end,
-            } = backward.workspace(0);
-            assert_eq!(lambda, 0);
-            assert_eq!([partials, dots, end], recorded.workspace, "{what}");
+        let plans: String = [
+            ("H100", H100, (Dtype::Bf16, 5000, 768, Some(1))),
+            ("H100", H100, (Dtype::Bf16, 5000, 768, None)),
+            ("H100", H100, (Dtype::F32, 4096, 512, Some(8))),
+            ("H100", H100, (Dtype::F16, 32768, 4096, Some(1))),
+            ("H100", H100, (Dtype::Bf16, 2048, 16392, Some(1))),
+            ("H100", H100, (Dtype::F64, 100, 760, Some(10))),
+            ("H100", H100, (Dtype::F32, 7, 3, Some(3))),
+            ("H100", H100, (Dtype::Bf16, 5000, 1024, Some(1))),
+            ("H100", H100, (Dtype::Bf16, 1000, 1024, Some(64))),
+            ("H100", H100, (Dtype::Bf16, 130, 16384, None)),
+            ("H100", H100, (Dtype::F64, 5000, 40000, None)),
+            ("RTX", RTX, (Dtype::F32, 300, 4672, Some(1))),
+            ("RTX", RTX, (Dtype::Bf16, 1055, 1920, None)),
+            ("T4", T4, (Dtype::F32, 1024, 1024, Some(1))),
+            ("T4", T4, (Dtype::F16, 1000, 1000, Some(8))),
+            ("T4", T4, (Dtype::F64, 1073741824, 1, None)),
+        ]
+        .map(|(gpu, limits, shape)| format!("{gpu} {}", described(shape, limits)))
+        .join("\n");
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/plans.txt");
+        if std::env::var_os("CANDLE_POWERNORM_RENEW").is_some_and(|renew| renew == "1") {
+            std::fs::write(path, &plans).unwrap();
         }
+        let recorded = std::fs::read_to_string(path).unwrap();
+        for (plan, recorded) in plans.split("\n\n").zip(recorded.split("\n\n")) {
+            assert_eq!(plan, recorded);
+        }
+        assert_eq!(plans, recorded);
     }
 
-    const RECORDED: [Recorded; 16] = [
-        Recorded {
-            gpu: H100,
-            shape: (Dtype::Bf16, 5000, 768, Some(1)),
-            launches: [
-                "normalize_bf16_4 1x132 32x8 57856 38 24 1/1 3",
-                "normalize_bwd_bf16_2 1x132 64x8 108544 38 64 1/1 3",
-                "group_dots_bf16 5000x1 256x1 128",
-                "update_phi_f32 96x1 8x64 6144",
-            ],
-            saved: [3072, 6144, 9216, 9248, 29248, 30304, 435808, 841312],
-            workspace: [3072, 0, 814080],
-        },
-        Recorded {
-            gpu: H100,
-            shape: (Dtype::Bf16, 5000, 768, None),
-            launches: [
-                "normalize_bf16_4 1x132 24x8 43392 38 24 1/1 3",
-                "normalize_bwd_bf16_2 1x132 48x8 80640 38 48 1/1 3",
-                "group_dots_bf16 5000x1 256x1 128",
-                "update_phi_f32 96x1 8x64 6144",
-            ],
-            saved: [3072, 6144, 9216, 0, 9248, 10304, 415808, 821312],
-            workspace: [3072, 0, 814080],
-        },
-        Recorded {
-            gpu: H100,
-            shape: (Dtype::F32, 4096, 512, Some(8)),
-            launches: [
-                "normalize_f32_4 1x128 32x16 102912 32 4 8/1 3",
-                "normalize_bwd_f32_4 1x128 32x16 201216 32 4 8/1 3",
-                "group_dots_f32 32768x1 256x1 128",
-                "update_phi_f32 64x1 8x32 3072",
-            ],
-            saved: [2048, 4096, 6144, 6176, 137248, 138272, 400416, 662560],
-            workspace: [2048, 0, 526336],
-        },
-        Recorded {
-            gpu: H100,
-            shape: (Dtype::F16, 32768, 4096, Some(1)),
-            launches: [
-                "normalize_f16_4 1x132 128x4 133632 249 128 1/1 3",
-                "normalize_bwd_f16_2 1x132 256x2 135424 249 256 1/1 3",
-                "group_dots_f16 32768x1 256x1 128",
-                "update_phi_f32 512x1 8x64 6144",
-            ],
-            saved: [16384, 32768, 49152, 49184, 180256, 181312, 2344000, 4506688],
-            workspace: [16384, 0, 4341760],
-        },
-        Recorded {
-            gpu: H100,
-            shape: (Dtype::Bf16, 2048, 16392, Some(1)),
-            launches: [
-                "normalize_bf16_4 10x13 52x8 94016 158 52 1/10 3",
-                "normalize_bwd_bf16_2 22x6 48x8 80640 342 48 1/22 3",
-                "group_dots_bf16 2048x1 256x1 128",
-                "update_phi_f32 513x1 32x4 1536",
-            ],
-            saved: [
-                65568, 131136, 196704, 196736, 204928, 205056, 1057440, 1909824,
-            ],
-            workspace: [65568, 852384, 860576],
-        },
-        Recorded {
-            gpu: H100,
-            shape: (Dtype::F64, 100, 760, Some(10)),
-            launches: [
-                "normalize_f64_2 10x13 32x4 14848 8 19 1/1 3",
-                "normalize_bwd_f64_2 10x13 32x4 27136 8 19 1/1 3",
-                "group_dots_f64 1000x1 256x1 256",
-                "update_phi_f64 95x1 8x4 384",
-            ],
-            saved: [6080, 12160, 18240, 18272, 26272, 26400, 105440, 184480],
-            workspace: [6080, 0, 164160],
-        },
-        Recorded {
-            gpu: H100,
-            shape: (Dtype::F32, 7, 3, Some(3)),
-            launches: [
-                "normalize_f32_1 1x2 4x8 320 4 1 4/1 0",
-                "normalize_bwd_f32_1 1x2 4x8 576 4 1 4/1 0",
-                "group_dots_f32 21x1 256x1 128",
-                "update_phi_f32 1x1 8x4 384",
-            ],
-            saved: [32, 64, 96, 128, 224, 256, 288, 320],
-            workspace: [32, 0, 96],
-        },
-        Recorded {
-            gpu: H100,
-            shape: (Dtype::Bf16, 5000, 1024, Some(1)),
-            launches: [
-                "normalize_bf16_4 1x132 32x8 57856 38 32 1/1 3",
-                "normalize_bwd_bf16_2 1x132 64x8 108544 38 64 1/1 3",
-                "group_dots_bf16 5000x1 256x1 128",
-                "update_phi_f32 128x1 8x64 6144",
-            ],
-            saved: [4096, 8192, 12288, 12320, 32320, 33376, 574048, 1114720],
-            workspace: [4096, 0, 1085440],
-        },
-        Recorded {
-            gpu: H100,
-            shape: (Dtype::Bf16, 1000, 1024, Some(64)),
-            launches: [
-                "normalize_bf16_1 4x33 32x8 14848 31 2 16/1 3",
-                "normalize_bwd_bf16_1 4x33 32x8 27136 31 2 16/1 3",
-                "group_dots_bf16 64000x1 256x1 128",
-                "update_phi_f32 128x1 8x8 768",
-            ],
-            saved: [4096, 8192, 12288, 12320, 268320, 268608, 403776, 538944],
-            workspace: [4096, 0, 274432],
-        },
-        Recorded {
-            gpu: H100,
-            shape: (Dtype::Bf16, 130, 16384, None),
-            launches: [
-                "normalize_bf16_4 8x15 64x4 66560 9 64 1/8 3",
-                "normalize_bwd_bf16_2 16x8 64x4 58368 17 64 1/16 3",
-                "group_dots_bf16 130x1 256x1 128",
-                "update_phi_f32 512x1 32x4 1536",
-            ],
-            saved: [65536, 131072, 196608, 0, 196640, 196768, 1179808, 2162848],
-            workspace: [65536, 0, 1114112],
-        },
-        Recorded {
-            gpu: H100,
-            shape: (Dtype::F64, 5000, 40000, None),
-            launches: [
-                "normalize_f64_2 250x1 40x8 33920 5000 40 1/250 3",
-                "normalize_bwd_f64_2 250x1 40x8 64640 5000 40 1/250 3",
-                "group_dots_f64 5000x1 256x1 256",
-                "update_phi_f64 1250x1 32x4 1536",
-            ],
-            saved: [320000, 640000, 960000, 0, 960032, 960064, 1280064, 1600064],
-            workspace: [320000, 0, 960000],
-        },
-        Recorded {
-            gpu: RTX,
-            shape: (Dtype::F32, 300, 4672, Some(1)),
-            launches: [
-                "normalize_f32_4 1x75 320x1 87168 4 320 1/1 2",
-                "normalize_bwd_f32_4 1x75 320x1 87168 4 320 1/1 1",
-                "group_dots_f32 300x1 256x1 128",
-                "update_phi_f32 146x1 32x32 12288",
-            ],
-            saved: [18688, 37376, 56064, 56096, 57312, 57920, 1459520, 2861120],
-            workspace: [18688, 0, 2821888],
-        },
-        Recorded {
-            gpu: RTX,
-            shape: (Dtype::Bf16, 1055, 1920, None),
-            launches: [
-                "normalize_bf16_4 1x82 60x8 77760 13 60 1/1 2",
-                "normalize_bwd_bf16_2 2x41 60x8 100800 26 60 1/2 3",
-                "group_dots_bf16 1055x1 256x1 128",
-                "update_phi_f32 240x1 8x32 3072",
-            ],
-            saved: [7680, 15360, 23040, 0, 23072, 23744, 653504, 1283264],
-            workspace: [7680, 0, 637440],
-        },
-        Recorded {
-            gpu: T4,
-            shape: (Dtype::F32, 1024, 1024, Some(1)),
-            launches: [
-                "normalize_f32_4 1x40 64x4 9728 26 64 1/1 0",
-                "normalize_bwd_f32_2 1x40 128x4 17408 26 128 1/1 0",
-                "group_dots_f32 1024x1 256x1 128",
-                "update_phi_f32 128x1 8x16 1536",
-            ],
-            saved: [4096, 8192, 12288, 12320, 16416, 16736, 180576, 344416],
-            workspace: [4096, 0, 331776],
-        },
-        Recorded {
-            gpu: T4,
-            shape: (Dtype::F16, 1000, 1000, Some(8)),
-            launches: [
-                "normalize_f16_1 4x10 32x16 9216 100 16 2/1 0",
-                "normalize_bwd_f16_1 4x10 32x16 17408 100 16 2/1 0",
-                "group_dots_f16 8000x1 256x1 128",
-                "update_phi_f32 125x1 8x4 384",
-            ],
-            saved: [4000, 8000, 12000, 12032, 44032, 44128, 84128, 124128],
-            workspace: [4000, 0, 84000],
-        },
-        Recorded {
-            gpu: T4,
-            shape: (Dtype::F64, 1073741824, 1, None),
-            launches: [
-                "normalize_f64_1 1x40 1x512 6144 26843546 1 1/1 0",
-                "normalize_bwd_f64_1 1x40 1x512 10240 26843546 1 1/1 0",
-                "group_dots_f64 65536x1 256x1 256",
-                "update_phi_f64 1x1 8x16 1536",
-            ],
-            saved: [32, 64, 96, 0, 128, 448, 768, 1088],
-            workspace: [32, 0, 672],
-        },
-    ];
+    /// A shape and its plan. A walk over rows has the rows of a chunk, the span, groups per tile /
+    /// tiles per group, and stages after its launch. Of memory there are the offsets and the end.
+    fn described(shape: Shape, limits: Limits) -> String {
+        let extent = extent(shape, limits);
+        let kind = ForwardKind::RunningStatistic;
+        let forward = LaunchPlan {
+            masked: true,
+            ..LaunchPlan::new(extent, Recipe::Fairseq, kind).unwrap()
+        };
+        let backward = forward.of_backward().unwrap();
+        let walk = |launch: String, tiling: Tiling| {
+            format!(
+                "{launch}, {} {} {}/{} {}",
+                tiling.chunk_rows,
+                tiling.span,
+                tiling.groups_per_tile,
+                tiling.tiles_per_group,
+                tiling.stages
+            )
+        };
+        let (rows, tiling) = forward.normalize(1, 1);
+        let (rows_bwd, tiling_bwd) = backward.normalize_bwd(2);
+        let launches = [
+            walk(text(&rows), tiling),
+            walk(text(&rows_bwd), tiling_bwd),
+            text(&backward.reduce_groups_bwd().0),
+            text(&forward.update_phi()),
+        ]
+        .join("\n");
+        let (dtype, rows, cols, groups) = shape;
+        let saved = forward.saved(0);
+        let workspace = backward.workspace(0);
+        assert_eq!(workspace.lambda, 0);
+        format!(
+            "{dtype:?} {rows}x{cols}, groups: {groups:?}\n\
+             {launches}\n\
+             saved: gamma {}, batch_phi {}, count {}, group_rms_inv {}, kept {}, partials {}, \
+             all_partials {}, end {}\n\
+             workspace: partials {}, dots {}, end {}\n",
+            saved.gamma,
+            saved.batch_phi,
+            saved.count,
+            saved.group_rms_inv,
+            saved.kept,
+            saved.partials,
+            saved.all_partials,
+            saved.end,
+            workspace.partials,
+            workspace.dots,
+            workspace.end,
+        )
+    }
 
     /// Whatever the shape and the GPU, all rows and columns have a block, blocks are whole warps
     /// that a multiprocessor has room for, and there is at most one block for each multiprocessor
