@@ -24,11 +24,10 @@ fn main() {
             // With PowerNorm. And with this crate's LayerNorm, for which an import changes.
             let imported = patched(&read(&models.join("bert.rs")), "bert_layer_norm");
             write("bert_layer_norm", &imported);
+            write_slow("bert", &imported);
         }
         if ["gemma3", "llama", "modernbert", "qwen3"].contains(&model) {
-            // The same file on slow forms, to compare with.
-            let slow = ported.replace("candle_powernorm::", "crate::slow::");
-            write(&format!("{model}_slow"), &slow);
+            write_slow(model, &ported);
         }
         if model == "llama2_c" {
             // The same file with candle's layer, by the import alone, and with PowerNorm.
@@ -80,6 +79,17 @@ fn patched(original: &str, name: &str) -> String {
     let patch = read(Path::new(&path));
     let patch = diffy::Patch::from_str(&patch).expect("a unified diff");
     diffy::apply(original, &patch).unwrap_or_else(|error| panic!("{path}: {error}"))
+}
+
+/// Writes a ported file on slow forms, to compare with: of everything, and of normalizations alone.
+fn write_slow(model: &str, ported: &str) {
+    for (form, path) in [
+        ("slow", "crate::slow::"),
+        ("slow_norms", "crate::slow::norms::"),
+    ] {
+        let text = ported.replace("candle_powernorm::", path);
+        write(&format!("{model}_{form}"), &text);
+    }
 }
 
 /// Writes `name.rs` for `include!`: a file that is included has no comments of its own.

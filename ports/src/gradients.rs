@@ -25,6 +25,7 @@ mod candles {
     }
 }
 
+/// Modules of files that build.rs wrote.
 macro_rules! files {
     ($($module:ident: $file:literal),*) => {
         $(
@@ -37,8 +38,8 @@ macro_rules! files {
     };
 }
 
-mod ours {
-    pub(super) use crate::llama;
+pub(crate) mod ours {
+    pub(crate) use crate::llama;
     files!(gemma3: "gemma3", modernbert: "modernbert", qwen3: "qwen3");
 
     pub mod mamba {
@@ -47,7 +48,7 @@ mod ours {
     }
 }
 
-mod slow {
+pub(crate) mod slow {
     files!(
         gemma3: "gemma3_slow", llama: "llama_slow", modernbert: "modernbert_slow",
         qwen3: "qwen3_slow"
@@ -58,6 +59,7 @@ mod slow {
         include!("mamba.rs");
     }
 }
+pub(crate) use files;
 
 const VOCAB: usize = 16;
 const LAYERS: usize = 2;
@@ -168,7 +170,7 @@ const MODELS: [Model; 5] = [
         Ok(Box::new(move |ids| model.forward(ids, 0, &mut cache)))
     }),
     model!("mamba.rs", mamba, "", only_f32: false, |vb| {
-        let model = file::Model::load(VOCAB, LAYERS, vb)?;
+        let model = file::Model::load(VOCAB, LAYERS, 16, vb)?;
         Ok(Box::new(move |ids| model.forward(ids)))
     }),
 ];

@@ -27,6 +27,13 @@
 //! cargo run --release -p ports -- --gradients
 //! ```
 //!
+//! With `--times`, it times a training step with this crate's layers beside candle's slow forms
+//! (times.rs):
+//!
+//! ```text
+//! RAYON_NUM_THREADS=1 cargo run --release -p ports -- --times
+//! ```
+//!
 //! `cargo test -p ports` tests those five, and runs candle's own tests of LayerNorm and RmsNorm on
 //! this crate's.
 
@@ -35,6 +42,7 @@ mod candle_tests;
 mod gradients;
 mod slow;
 mod text;
+mod times;
 
 use candle::backprop::GradStore;
 use candle::{bail, DType, Device, Error, Result, Tensor};
@@ -289,7 +297,8 @@ fn train_vit(dtype: DType) -> Result<[f32; 2]> {
     })
 }
 
-const USAGE: &str = "usage: ports [--gradients | --text FILE [--steps 300] [--seeds 1,2]]";
+const USAGE: &str =
+    "usage: ports [--gradients | --times | --text FILE [--steps 300] [--seeds 1,2]]";
 
 /// Arguments of a training on a text.
 struct Args {
@@ -336,6 +345,9 @@ fn main() -> Result<()> {
     }
     if std::env::args().skip(1).eq(["--gradients"]) {
         return gradients::compare();
+    }
+    if std::env::args().skip(1).eq(["--times"]) {
+        return times::compare();
     }
     let args = Args::of(std::env::args().skip(1)).map_err(|error| Error::msg(error.to_string()))?;
     if let Some(args) = args {

@@ -11,8 +11,6 @@ use candle::{Module, Result, Tensor, D};
 use candle_nn::{embedding, linear_no_bias, ops::silu};
 use candle_nn::{Embedding, Init, Linear, VarBuilder};
 
-const WIDTH: usize = 16;
-const INNER: usize = 2 * WIDTH;
 /// Numbers that each inner channel remembers.
 const STATE: usize = 4;
 /// Of the convolution.
@@ -33,22 +31,23 @@ struct Block {
 }
 
 impl Block {
-    fn load(vb: VarBuilder) -> Result<Self> {
+    fn load(width: usize, vb: VarBuilder) -> Result<Self> {
+        let inner = 2 * width;
         let uniform = |up: f64| Init::Uniform { lo: -up, up };
         let mixer = vb.pp("mixer");
         Ok(Self {
-            norm: rms_norm(WIDTH, 1e-5, vb.pp("norm"))?,
-            in_proj: linear_no_bias(WIDTH, 2 * INNER, mixer.pp("in_proj"))?,
-            taps: mixer.get_with_hints((TAPS, INNER), "conv1d.weight", uniform(0.5))?,
-            taps_bias: mixer.get_with_hints(INNER, "conv1d.bias", Init::Const(0.))?,
-            x_proj: linear_no_bias(INNER, RANK + 2 * STATE, mixer.pp("x_proj"))?,
+            norm: rms_norm(width, 1e-5, vb.pp("norm"))?,
+            in_proj: linear_no_bias(width, 2 * inner, mixer.pp("in_proj"))?,
+            taps: mixer.get_with_hints((TAPS, inner), "conv1d.weight", uniform(0.5))?,
+            taps_bias: mixer.get_with_hints(inner, "conv1d.bias", Init::Const(0.))?,
+            x_proj: linear_no_bias(inner, RANK + 2 * STATE, mixer.pp("x_proj"))?,
             dt_proj: Linear::new(
-                mixer.get_with_hints((INNER, RANK), "dt_proj.weight", uniform(0.7))?,
-                Some(mixer.get_with_hints(INNER, "dt_proj.bias", Init::Const(0.))?),
+                mixer.get_with_hints((inner, RANK), "dt_proj.weight", uniform(0.7))?,
+                Some(mixer.get_with_hints(inner, "dt_proj.bias", Init::Const(0.))?),
             ),
-            a_log: mixer.get_with_hints((INNER, STATE), "A_log", uniform(1.))?,
-            skip: mixer.get_with_hints(INNER, "D", Init::Const(1.))?,
-            out_proj: linear_no_bias(INNER, WIDTH, mixer.pp("out_proj"))?,
+            a_log: mixer.get_with_hints((inner, STATE), "A_log", uniform(1.))?,
+            skip: mixer.get_with_hints(inner, "D", Init::Const(1.))?,
+            out_proj: linear_no_bias(inner, width, mixer.pp("out_proj"))?,
         })
     }
 
@@ -66,7 +65,7 @@ impl Block {
 
     /// h ← exp(Δ a) h + Δ b x for each position, and c · h as its output.
     fn scan(&self, xs: &Tensor) -> Result<Tensor> {
-        let (batch, time, _) = xs.dims3()?;
+        let (batch, time, inner) = xs.dims3()?;
         let of_xs = self.x_proj.forward(xs)?;
         let part = |start, len| of_xs.narrow(2, start, len);
         let delta = self.dt_proj.forward(&part(0, RANK)?)?;
@@ -75,7 +74,7 @@ impl Block {
         let c = part(RANK + STATE, STATE)?.unsqueeze(2)?;
         let decay = delta.broadcast_mul(&self.a_log.exp()?.neg()?)?.exp()?;
         let input = delta.broadcast_mul(&b)?.broadcast_mul(&xs.unsqueeze(3)?)?;
-        let mut state = Tensor::zeros((batch, INNER, STATE), xs.dtype(), xs.device())?;
+        let mut state = Tensor::zeros((batch, inner, STATE), xs.dtype(), xs.device())?;
         let mut outputs = vec![];
         for i in 0..time {
             let at = |of: &Tensor| of.narrow(1, i, 1)?.squeeze(1);
@@ -89,8 +88,9 @@ impl Block {
 impl Module for Block {
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
         let both = self.in_proj.forward(&self.norm.forward(xs)?)?;
-        let ys = silu(&self.convolve(&both.narrow(2, 0, INNER)?)?)?;
-        let gate = silu(&both.narrow(2, INNER, INNER)?.contiguous()?)?;
+        let inner = both.dim(2)? / 2;
+        let ys = silu(&self.convolve(&both.narrow(2, 0, inner)?)?)?;
+        let gate = silu(&both.narrow(2, inner, inner)?.contiguous()?)?;
         xs + self.out_proj.forward(&(self.scan(&ys)? * gate)?)?
     }
 }
@@ -102,12 +102,12 @@ pub struct Model {
 }
 
 impl Model {
-    pub fn load(vocab: usize, blocks: usize, vb: VarBuilder) -> Result<Self> {
-        let block = |i| Block::load(vb.pp("layers").pp(i));
+    pub fn load(vocab: usize, blocks: usize, width: usize, vb: VarBuilder) -> Result<Self> {
+        let block = |i| Block::load(width, vb.pp("layers").pp(i));
         Ok(Self {
-            embedding: embedding(vocab, WIDTH, vb.pp("embedding"))?,
+            embedding: embedding(vocab, width, vb.pp("embedding"))?,
             blocks: (0..blocks).map(block).collect::<Result<_>>()?,
-            norm: rms_norm(WIDTH, 1e-5, vb.pp("norm_f"))?,
+            norm: rms_norm(width, 1e-5, vb.pp("norm_f"))?,
         })
     }
 

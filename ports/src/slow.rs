@@ -4,8 +4,15 @@
 use candle::{Module, Result, Tensor, D};
 use candle_nn::{Init, VarBuilder};
 
-// Without a bias, candle's layer records a backward.
-pub use candle_nn::{layer_norm_no_bias, LayerNorm};
+/// The normalizations alone: the functions are this crate's.
+pub mod norms {
+    pub use super::*;
+    pub use candle_powernorm::ops;
+
+    pub mod with_tracing {
+        pub use super::super::RmsNorm;
+    }
+}
 
 pub mod ops {
     pub use candle_nn::rotary_emb::rope_slow as rope;
@@ -17,6 +24,38 @@ pub mod ops {
 
 pub mod with_tracing {
     pub use super::RmsNorm;
+}
+
+#[derive(Clone, Debug)]
+pub struct LayerNorm {
+    weight: Tensor,
+    bias: Option<Tensor>,
+    eps: f64,
+}
+
+impl Module for LayerNorm {
+    fn forward(&self, xs: &Tensor) -> Result<Tensor> {
+        match &self.bias {
+            Some(bias) => candle_nn::ops::layer_norm_slow(xs, &self.weight, bias, self.eps as f32),
+            // Without a bias, candle's layer records a backward.
+            None => candle_nn::LayerNorm::new_no_bias(self.weight.clone(), self.eps).forward(xs),
+        }
+    }
+}
+
+pub fn layer_norm(size: usize, eps: f64, vb: VarBuilder) -> Result<LayerNorm> {
+    Ok(LayerNorm {
+        bias: Some(vb.get_with_hints(size, "bias", Init::Const(0.))?),
+        ..layer_norm_no_bias(size, eps, vb)?
+    })
+}
+
+pub fn layer_norm_no_bias(size: usize, eps: f64, vb: VarBuilder) -> Result<LayerNorm> {
+    Ok(LayerNorm {
+        weight: vb.get_with_hints(size, "weight", Init::Const(1.))?,
+        bias: None,
+        eps,
+    })
 }
 
 #[derive(Clone, Debug)]
