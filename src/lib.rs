@@ -161,7 +161,9 @@ macro_rules! links {
          [heads]: crate::guide::performance#norms-of-heads\n\
          [inference]: crate::guide::inference\n\
          [memory]: crate::guide::performance#memory\n\
+         [memory-grows]: crate::guide::troubleshooting#memory-grows\n\
          [mixed-precision]: crate::guide::recipes#mixed-precision\n\
+         [offset]: crate::guide::coming_from#weights-with-an-offset\n\
          [padding]: crate::guide::padding\n\
          [paper]: crate::guide::paper\n\
          [performance]: crate::guide::performance\n\
@@ -177,6 +179,7 @@ macro_rules! links {
          [troubleshooting]: crate::guide::troubleshooting\n\
          [views]: crate::guide::gpu#launches\n\
          [what-to-log]: crate::guide::training#what-to-log\n\
+         [whole-model]: crate::guide::performance#in-a-whole-model\n\
          [without-a-backward]: crate::guide::coming_from#functions-without-a-backward\n\
          [wrong-gradients]: crate::guide::coming_from#gradients-that-are-wrong\n"
     };

@@ -1,4 +1,87 @@
-//! Functions of the guide for a reader to copy, with the checks that its pages leave out.
+//! Functions of the guide for a reader to copy, with the checks that its pages leave out; and the
+//! links between its pages.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+/// The pages, by their files' names.
+fn pages() -> BTreeMap<String, String> {
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/guide");
+    let files = std::fs::read_dir(folder).expect("the guide");
+    let page = |path: std::path::PathBuf| {
+        let name = path.file_name()?.to_str()?.to_owned();
+        Some((name, std::fs::read_to_string(path).ok()?))
+    };
+    let pages: BTreeMap<_, _> = files.filter_map(|file| page(file.ok()?.path())).collect();
+    assert!(pages.len() > 10);
+    pages
+}
+
+/// What is not code, line by line.
+fn prose(page: &str) -> impl Iterator<Item = &str> {
+    let mut code = false;
+    page.lines().filter(move |line| {
+        let fence = line.trim_start().starts_with("```");
+        code ^= fence;
+        !code && !fence
+    })
+}
+
+/// The anchors of a page's headings, as GitHub and rustdoc make them.
+fn anchors(page: &str) -> BTreeSet<String> {
+    let headings = prose(page).filter(|line| line.starts_with('#'));
+    let anchor = |heading: &str| {
+        let kept = |c: &char| c.is_alphanumeric() || " -_".contains(*c);
+        let heading: String = heading
+            .trim_start_matches('#')
+            .trim()
+            .chars()
+            .filter(kept)
+            .collect();
+        heading.to_lowercase().replace(' ', "-")
+    };
+    headings.map(anchor).collect()
+}
+
+/// A link to a page, or within one, leads to a page and a heading that exist. What a page defines for
+/// readers of the repository is defined for rustdoc in `src/lib.rs`, too.
+#[test]
+fn links_lead_to_pages_and_headings() {
+    let pages = pages();
+    let rustdoc = include_str!("../../src/lib.rs");
+    let mut links = 0;
+    for (name, page) in &pages {
+        let text: Vec<_> = prose(page).collect();
+        let text = text.join("\n");
+        let inline = text
+            .split("](")
+            .skip(1)
+            .filter_map(|rest| rest.split(')').next());
+        let defined = prose(page).filter_map(|line| line.strip_prefix('[')?.split_once("]: "));
+        let defined: Vec<_> = defined.collect();
+        for (word, _) in &defined {
+            assert!(
+                rustdoc.contains(&format!("[{word}]: crate::guide")),
+                "{name}: [{word}]"
+            );
+        }
+        let targets = inline.chain(defined.iter().map(|(_, target)| *target));
+        for target in targets.filter(|target| !target.contains(':')) {
+            let (file, anchor) = target.split_once('#').unwrap_or((target, ""));
+            let to = match file {
+                "" => page,
+                file => pages
+                    .get(file)
+                    .unwrap_or_else(|| panic!("{name}: {target}")),
+            };
+            assert!(
+                anchor.is_empty() || anchors(to).contains(anchor),
+                "{name}: {target}"
+            );
+            links += 1;
+        }
+    }
+    assert!(links > 100, "{links}");
+}
 
 /// The functions here are those of the pages, apart from spaces and commas.
 #[test]
