@@ -382,7 +382,7 @@ fn parameters_of_a_layer_norm_are_taken_over() {
     }
 }
 
-/// The guide's `load`: sets every variable of a fresh model from a checkpoint, where
+/// Sets every variable of a fresh model from a checkpoint, where
 /// `VarMap::load` fails because of a name or a dtype.
 fn load_anyway(varmap: &VarMap, checkpoint: &Path) -> Result<()> {
     let tensors = safetensors::load(checkpoint, &CPU)?;

@@ -102,6 +102,7 @@ fn the_pages_have_these_functions() {
         "config(",
         "statistics(",
         "recalibrate_into_weights(",
+        "variables(",
         "fit(",
         "rms_norm_weight(",
         "named(",
@@ -653,6 +654,96 @@ mod inverted_masks {
         let additive = Tensor::new(&[[[[0f32, 0., -1e4]]], [[[0., -1e4, -1e4]]]], &Device::Cpu)?;
         let keep = additive.eq(0f64)?.squeeze(1)?.squeeze(1)?; // [batch, tokens]
         assert_eq!(keep.to_vec2::<u8>()?, [[1, 1, 0], [1, 0, 0]]);
+        Ok(())
+    }
+}
+
+mod older_files {
+    use candle::{DType, Device, Module, Result, Tensor, Var};
+    use candle_nn::{VarBuilder, VarMap};
+    use candle_powernorm::{PowerNorm, power_norm};
+    use std::collections::HashMap;
+
+    /// For `VarBuilder::from_varmap` with the same dtype and device. Get the tensors from
+    /// `candle::safetensors::load(path, &Device::Cpu)`, or from the GPU.
+    fn variables(
+        tensors: HashMap<String, Tensor>,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<VarMap> {
+        let varmap = VarMap::new();
+        let statistics = if dtype == DType::F64 {
+            dtype
+        } else {
+            DType::F32
+        };
+        for (name, tensor) in tensors {
+            let statistic = name.ends_with("running_phi") || name.ends_with("ema_gz");
+            // A `VarMap` returns a tensor as it is, whatever dtype and device its builder asks for.
+            let tensor = match tensor.dtype().is_float() {
+                true if statistic => tensor.to_dtype(statistics)?.to_device(device)?,
+                true => tensor.to_dtype(dtype)?.to_device(device)?,
+                false => tensor.to_device(&Device::Cpu)?, // `iters` and `groups`, wherever the rest is
+            };
+            // The names in bert-base-uncased. A model that is saved with them would not load them into
+            // a fresh map, whose names are `weight` and `bias`.
+            let name = name.replace("LayerNorm.gamma", "LayerNorm.weight");
+            let name = name.replace("LayerNorm.beta", "LayerNorm.bias");
+            varmap
+                .data()
+                .lock()
+                .unwrap()
+                .insert(name, Var::from_tensor(&tensor)?);
+        }
+        Ok(varmap)
+    }
+
+    fn layer(varmap: &VarMap, dtype: DType) -> Result<PowerNorm> {
+        let vb = VarBuilder::from_varmap(varmap, dtype, &Device::Cpu);
+        power_norm(4, 1e-5, vb.pp("LayerNorm"))
+    }
+
+    /// bert-base-uncased's names, and every float in half precision, statistics too.
+    #[test]
+    fn are_read_whatever_their_names_and_dtypes() -> Result<()> {
+        let trained = VarMap::new();
+        let norm = layer(&trained, DType::F32)?;
+        for _ in 0..3 {
+            let xs = Tensor::randn(0f32, 3., (16, 4), &Device::Cpu)?;
+            norm.forward(&xs)?.sqr()?.sum_all()?.backward()?;
+        }
+        for half in [DType::F16, DType::BF16] {
+            let mut tensors = HashMap::new();
+            for (name, var) in trained.data().lock().unwrap().iter() {
+                let tensor = var.as_detached_tensor();
+                let float = tensor.dtype().is_float();
+                let tensor = if float {
+                    tensor.to_dtype(half)?
+                } else {
+                    tensor
+                };
+                let name = name.replace("weight", "gamma").replace("bias", "beta");
+                tensors.insert(name, tensor);
+            }
+            for dtype in [DType::F32, DType::F64, half] {
+                let varmap = variables(tensors.clone(), dtype, &Device::Cpu)?;
+                let loaded = layer(&varmap, dtype)?;
+                assert_eq!(varmap.all_vars().len(), 6);
+                assert_eq!(loaded.steps()?, 3);
+                for (got, name) in [
+                    (loaded.weight().expect("a weight").clone(), "gamma"),
+                    (loaded.running_phi()?, "running_phi"),
+                ] {
+                    let expected = tensors[&format!("LayerNorm.{name}")].flatten_all()?;
+                    let [got, expected] =
+                        [got, expected].map(|t| t.to_dtype(DType::F64)?.to_vec1::<f64>());
+                    assert_eq!(got?, expected?, "{name}");
+                }
+                let xs = Tensor::randn(0f32, 3., (16, 4), &Device::Cpu)?.to_dtype(dtype)?;
+                loaded.forward(&xs)?; // it trains on
+                assert_eq!(loaded.steps()?, 4);
+            }
+        }
         Ok(())
     }
 }
