@@ -49,14 +49,15 @@ pub(crate) fn forward_row<S: Simd, T: Element>(
     [gain, shift]: [&[T::Acc]; 2],
     mut sums: Option<&mut [T::Acc]>,
 ) {
-    let (gain, shift) = (&gain[..x.len()], &shift[..x.len()]);
     // Along the row: r.
     if let Some(scaler) = scaler {
         scaler.scale(simd, x, groups);
     }
     // Down the columns: Σ x̃², and y.
-    write_row!(T, y, x.len(), |row| {
-        for (columns, &GroupStats { inv_rms, .. }) in groups.each() {
+    let cols = x.len();
+    let (gain, shift) = (&gain[..cols], &shift[..cols]);
+    write_row!(T, y, cols, |row| {
+        for (columns, &GroupStats { inv_rms, .. }) in groups.each(cols) {
             for_spans!(simd, UNROLL, columns, row, |at| {
                 let x = at.load(x) * at.splat(inv_rms);
                 add_square(at, x, &mut sums);
@@ -79,7 +80,7 @@ pub(crate) fn square_row<S: Simd, T: Element>(
     if let Some(scaler) = scaler {
         scaler.scale(simd, x, groups);
     }
-    for (columns, &GroupStats { inv_rms, .. }) in groups.each() {
+    for (columns, &GroupStats { inv_rms, .. }) in groups.each(x.len()) {
         for_spans!(simd, UNROLL, columns, |at| {
             let x = at.load(x) * at.splat(inv_rms);
             add_square(at, x, &mut sums);
@@ -99,55 +100,64 @@ fn add_square<S: Simd, A: Accumulator, const K: usize>(
     }
 }
 
-/// Two coefficients of each channel.
-type Coefficients<'a, T> = [&'a [<T as Element>::Acc]; 2];
-
-/// Writes dx of a row, and adds dy x̃ and dy to `sums`. Both are optional, and so is a normalization
-/// of the row by itself (`scaler`).
+/// Writes dx of a row, with the gain and decay of each channel, and adds dy x̃ and dy to `sums`. The
+/// row is normalized by itself if there is a `scaler`.
 #[inline(always)]
 pub(crate) fn backward_row<S: Simd, T: Element>(
     simd: S,
     [x, dy]: [&[T]; 2],
     scaler: Option<&Scaler<T::Acc>>,
     groups: &mut Groups<T::Acc>,
-    dx: Option<(&mut RowWriter<T>, Coefficients<T>)>,
+    dx: &mut RowWriter<T>,
+    [gain, decay]: [&[T::Acc]; 2],
     mut sums: ColumnSums<T::Acc>,
 ) {
-    let dy = &dy[..x.len()];
-    let Some((dx, [gain, decay])) = dx else {
-        if let Some(scaler) = scaler {
-            scaler.scale(simd, x, groups);
-        }
-        for (columns, &GroupStats { inv_rms, .. }) in groups.each() {
-            for_spans!(simd, UNROLL, columns, |at| {
-                let x = at.load(x) * at.splat(inv_rms);
-                sums.add(at, x, at.load(dy));
-            });
-        }
-        return;
-    };
-    let (gain, decay) = (&gain[..x.len()], &decay[..x.len()]);
+    let cols = x.len();
+    let (dy, gain, decay) = (&dy[..cols], &gain[..cols], &decay[..cols]);
     // Along the row: r and mean(dx̃ x̃).
     if let Some(scaler) = scaler {
         scaler.scale_bwd(simd, [x, dy], [gain, decay], groups);
     }
     // Down the columns: Σ dy x̃ and Σ dy, and dx.
-    write_row!(T, dx, x.len(), |row| {
-        for (columns, group) in groups.each() {
+    write_row!(T, dx, cols, |row| {
+        for (columns, group) in groups.each(cols) {
             let &GroupStats { inv_rms, mean_dx_x } = group;
             for_spans!(simd, UNROLL, columns, row, |at| {
                 let x = at.load(x) * at.splat(inv_rms);
                 let dy = at.load(dy);
                 sums.add(at, x, dy);
-                let dx = at.load(gain) * dy - at.load(decay) * x;
-                (dx - x * at.splat(mean_dx_x)) * at.splat(inv_rms)
+                // dx = r (gain dy − x̃ (mean + decay)).
+                let decay = at.splat(-mean_dx_x) - at.load(decay);
+                x.mul_add(decay, at.load(gain) * dy) * at.splat(inv_rms)
             });
         }
     });
 }
 
+/// Adds dy x̃ and dy of a row to `sums`, and writes nothing.
+#[inline(always)]
+pub(crate) fn sum_row<S: Simd, T: Element>(
+    simd: S,
+    [x, dy]: [&[T]; 2],
+    scaler: Option<&Scaler<T::Acc>>,
+    groups: &mut Groups<T::Acc>,
+    mut sums: ColumnSums<T::Acc>,
+) {
+    if let Some(scaler) = scaler {
+        scaler.scale(simd, x, groups);
+    }
+    let dy = &dy[..x.len()];
+    for (columns, &GroupStats { inv_rms, .. }) in groups.each(x.len()) {
+        for_spans!(simd, UNROLL, columns, |at| {
+            let x = at.load(x) * at.splat(inv_rms);
+            sums.add(at, x, at.load(dy));
+        });
+    }
+}
+
 /// The groups of a row, which make up its columns, in order.
 pub(crate) struct Groups<A> {
+    /// The number of columns in a group.
     len: usize,
     /// Of a row that is one group.
     one: [GroupStats<A>; 1],
@@ -193,9 +203,13 @@ impl<A: Accumulator> Groups<A> {
         }
     }
 
-    /// The columns and the statistics of each group.
+    /// The columns and the statistics of each group of a row, which has `cols` columns.
+    ///
+    /// # Panics
+    ///
+    /// If it has fewer. So the compiler knows that these columns are in the row's arrays.
     #[inline(always)]
-    pub fn each(&self) -> impl Iterator<Item = (Range<usize>, &GroupStats<A>)> {
+    pub fn each(&self, cols: usize) -> impl Iterator<Item = (Range<usize>, &GroupStats<A>)> {
         let (len, mut end) = (self.len, 0);
         let stats = match self.more.is_empty() {
             true => &self.one[..],
@@ -204,13 +218,17 @@ impl<A: Accumulator> Groups<A> {
         stats.iter().map(move |stats| {
             let start = end;
             end += len;
+            assert!(end <= cols, "a group beyond the row");
             (start..end, stats)
         })
     }
 
-    /// The columns and the statistics of each group.
+    /// The same, to set the statistics.
     #[inline(always)]
-    pub fn each_mut(&mut self) -> impl Iterator<Item = (Range<usize>, &mut GroupStats<A>)> {
+    pub fn each_mut(
+        &mut self,
+        cols: usize,
+    ) -> impl Iterator<Item = (Range<usize>, &mut GroupStats<A>)> {
         let (len, mut end) = (self.len, 0);
         let stats = match self.more.is_empty() {
             true => &mut self.one[..],
@@ -219,6 +237,7 @@ impl<A: Accumulator> Groups<A> {
         stats.iter_mut().map(move |stats| {
             let start = end;
             end += len;
+            assert!(end <= cols, "a group beyond the row");
             (start..end, stats)
         })
     }
@@ -240,16 +259,15 @@ impl<A: Accumulator> Scaler<A> {
         }
     }
 
-    /// Sets r of each group of a row.
+    /// Sets r of each group of a row. They come before the row's output, so that their roots overlap.
     #[inline(always)]
     fn scale<S: Simd, T: Element<Acc = A>>(&self, simd: S, x: &[T], groups: &mut Groups<A>) {
-        let no_mean = [A::zero(); 2];
-        for (columns, group) in groups.each_mut() {
+        for (columns, group) in groups.each_mut(x.len()) {
             let [squares] = sum_spans!(simd, 4, columns.clone(), |at, squares| {
                 let x = at.load(x);
                 squares = x.mul_add(x, squares);
             });
-            group.inv_rms = self.inv_rms(&x[columns], no_mean, squares * self.inv_len);
+            group.inv_rms = self.inv_rms(&x[columns], [A::zero(); 2], squares * self.inv_len);
         }
     }
 
@@ -262,8 +280,9 @@ impl<A: Accumulator> Scaler<A> {
         [gain, decay]: [&[A]; 2],
         groups: &mut Groups<A>,
     ) {
-        let no_mean = [A::zero(); 2];
-        for (columns, group) in groups.each_mut() {
+        let cols = x.len();
+        let (dy, gain, decay) = (&dy[..cols], &gain[..cols], &decay[..cols]);
+        for (columns, group) in groups.each_mut(cols) {
             let sums = sum_spans!(
                 simd,
                 2,
@@ -278,7 +297,7 @@ impl<A: Accumulator> Scaler<A> {
                 }
             );
             let [squares, gain_dy_x, decay_x2] = sums;
-            let inv_rms = self.inv_rms(&x[columns.clone()], no_mean, squares * self.inv_len);
+            let inv_rms = self.inv_rms(&x[columns.clone()], [A::zero(); 2], squares * self.inv_len);
             let mut total = inv_rms * (gain_dy_x - inv_rms * decay_x2);
             if !total.is_finite() {
                 total = total_of_huge(inv_rms, [x, dy], [gain, decay], columns);
@@ -362,7 +381,7 @@ mod tests {
                 rows, coefficients, ..
             } = self;
             self.scaler.scale_bwd(simd, rows, coefficients, &mut groups);
-            let stats = groups.each().map(|(_, stats)| stats);
+            let stats = groups.each(rows[0].len()).map(|(_, stats)| stats);
             stats.map(|s| [s.inv_rms, s.mean_dx_x]).collect()
         }
     }

@@ -83,8 +83,8 @@ pub(crate) fn backward_row<S: Simd, T: Element>(
         for_spans!(simd, UNROLL, 0..cols, row, |at| {
             let (x, dy) = (stats.normalized(at, x), at.load(dy));
             sums.add(at, x, dy);
-            let dx = at.load(gain) * dy - at.splat(mean_dx);
-            (dx - x * at.splat(mean_dx_x)) * at.splat(stats.rstd)
+            let dx = dy.mul_add(at.load(gain), at.splat(-mean_dx));
+            x.mul_add(at.splat(-mean_dx_x), dx) * at.splat(stats.rstd)
         });
     });
 }
@@ -109,7 +109,7 @@ impl<A: Accumulator> RowStats<A> {
     ) -> Lanes<S, A, K> {
         // r (x − mean − rest) as one multiply-add: r · rest is constant along the row.
         let (rstd, shift) = (at.splat(self.rstd), at.splat(-self.rest * self.rstd));
-        (at.load(x) - at.splat(self.mean)).mul_add(rstd, shift)
+        (at.load(x) + at.splat(-self.mean)).mul_add(rstd, shift)
     }
 }
 
@@ -120,7 +120,7 @@ impl<A: Accumulator> Scaler<A> {
         let mut mean = NearMean::new(simd, x);
         loop {
             let [rest, squares] = sum_spans!(simd, 4, 0..x.len(), |at, rest, squares| {
-                let deviation = at.load(x) - at.splat(mean.value);
+                let deviation = at.load(x) + at.splat(-mean.value);
                 rest = deviation.mul_add(at.splat(self.inv_len), rest);
                 squares = deviation.mul_add(deviation, squares);
             });
@@ -142,7 +142,7 @@ impl<A: Accumulator> Scaler<A> {
         let mut mean = NearMean::new(simd, x);
         loop {
             let sums = sum_spans!(simd, 2, 0..x.len(), |at, rest, squares, total, products| {
-                let deviation = at.load(x) - at.splat(mean.value);
+                let deviation = at.load(x) + at.splat(-mean.value);
                 let dx = at.load(gain) * at.load(dy);
                 rest = deviation.mul_add(at.splat(self.inv_len), rest);
                 squares = deviation.mul_add(deviation, squares);

@@ -53,17 +53,20 @@ pub(super) const TERMS: usize = 64;
 /// - `for_spans!(simd, K, columns, |at| body)` visits `columns`, a range, `K` vectors at a time.
 /// - `for_spans!(simd, K, columns, row, |at| body)` also appends the value of each body to `row`,
 ///   of which all columns before these must have been written.
+///
+/// If the compiler sees that the range ends within an array, as with `0..x.len()`, no step tests the
+/// bounds of this array: see [`fits`](super::vectors::Span::fits).
 macro_rules! for_spans {
     ($simd:expr, $vectors:expr, $columns:expr, |$at:ident| $body:expr) => {{
-        let columns: std::ops::Range<usize> = $columns;
-        let mut span = Span::<_, _, { $vectors }>::new($simd, columns.start);
-        while span.end() <= columns.end {
+        let std::ops::Range { start, end } = $columns;
+        let mut span = Span::<_, _, { $vectors }>::new($simd, start);
+        while span.fits(end) {
             let $at = span;
             $body;
             span = span.next();
         }
         let mut span = Span::<_, _, 1>::new($simd, span.start());
-        while span.end() <= columns.end {
+        while span.is_left(end) {
             let $at = span;
             $body;
             span = span.next();
@@ -71,7 +74,7 @@ macro_rules! for_spans {
         // Vectors of one column leave none. The width is a constant, so that no loop is compiled.
         let width = span.width();
         let mut span = Span::<_, _, 1>::new(pulp::Scalar, span.start());
-        while width > 1 && span.start() < columns.end {
+        while width > 1 && span.start() < end {
             let $at = span;
             $body;
             span = span.next();
@@ -79,23 +82,23 @@ macro_rules! for_spans {
     }};
     // The row's length is the position, so that one bounds check serves the row and the arrays.
     ($simd:expr, $vectors:expr, $columns:expr, $row:ident, |$at:ident| $body:expr) => {{
-        let columns: std::ops::Range<usize> = $columns;
-        debug_assert_eq!($row.len(), columns.start);
+        let std::ops::Range { start, end } = $columns;
+        debug_assert_eq!($row.len(), start);
         loop {
             let $at = Span::<_, _, { $vectors }>::new($simd, $row.len());
-            if $at.end() > columns.end {
+            if !$at.fits(end) {
                 break;
             }
             $row.push($body);
         }
         let width = loop {
             let $at = Span::<_, _, 1>::new($simd, $row.len());
-            if $at.end() > columns.end {
+            if !$at.is_left(end) {
                 break $at.width();
             }
             $row.push($body);
         };
-        while width > 1 && $row.len() < columns.end {
+        while width > 1 && $row.len() < end {
             let $at = Span::<_, _, 1>::new(pulp::Scalar, $row.len());
             $row.push($body);
         }
@@ -107,35 +110,35 @@ macro_rules! for_spans {
 macro_rules! sum_spans {
     ($simd:expr, $vectors:expr, $columns:expr, |$at:ident, $($sum:ident),+| $body:expr) => {{
         let (simd, columns): (_, std::ops::Range<usize>) = ($simd, $columns);
+        let end = columns.end;
         let first = Span::<_, _, { $vectors }>::new(simd, columns.start);
         let part = first.width() * $crate::device::cpu::row::spans::TERMS;
-        let mut end = columns.end.min(columns.start + part);
-        let mut sums = sum_spans!(@ simd, first, end, $at, [$($sum),+], $body);
-        // Most rows have one part.
-        if end < columns.end {
-            let mut total = $crate::device::cpu::row::spans::add_part(Default::default(), sums);
-            while end < columns.end {
-                let next = Span::<_, _, { $vectors }>::new(simd, end);
-                end = columns.end.min(end + part);
-                sums = sum_spans!(@ simd, next, end, $at, [$($sum),+], $body);
+        // Most rows have one part. Its end is that of the columns, so that no step tests bounds.
+        if end - columns.start <= part {
+            sum_spans!(@ simd, first, end, $at, [$($sum),+], $body)
+        } else {
+            let (mut part_end, mut total) = (columns.start, Default::default());
+            while part_end < end {
+                let next = Span::<_, _, { $vectors }>::new(simd, part_end);
+                part_end = end.min(part_end + part);
+                let sums = sum_spans!(@ simd, next, part_end, $at, [$($sum),+], $body);
                 total = $crate::device::cpu::row::spans::add_part(total, sums);
             }
-            sums = $crate::device::cpu::row::spans::narrow(total);
+            $crate::device::cpu::row::spans::narrow(total)
         }
-        sums
     }};
     // One part, which begins with this block.
     (@ $simd:ident, $block:ident, $end:ident, $at:ident, [$($sum:ident),+], $body:expr) => {{
         let mut span = $block;
         $(let mut $sum = span.zero();)+
-        while span.end() <= $end {
+        while span.fits($end) {
             let $at = span;
             $body;
             span = span.next();
         }
         let mut span = Span::<_, _, 1>::new($simd, span.start());
         $(let mut $sum = $sum.sum();)+
-        while span.end() <= $end {
+        while span.is_left($end) {
             let $at = span;
             $body;
             span = span.next();
@@ -182,16 +185,15 @@ mod tests {
     use std::ops::Range;
 
     /// r of each column's group.
-    struct WriteInverses<'a, 'b>(&'a Groups<f32>, &'a mut RowWriter<'b, f32>);
+    struct WriteInverses<'a, 'b>(&'a Groups<f32>, &'a mut RowWriter<'b, f32>, usize);
 
     impl WithSimd for WriteInverses<'_, '_> {
         type Output = ();
 
         fn with_simd<S: Simd>(self, simd: S) {
-            let Self(groups, writer) = self;
-            let cols = groups.each().map(|(columns, _)| columns.len()).sum();
+            let Self(groups, writer, cols) = self;
             write_row!(f32, writer, cols, |row| {
-                for (columns, group) in groups.each() {
+                for (columns, group) in groups.each(cols) {
                     for_spans!(simd, 4, columns, row, |at| at.splat(group.inv_rms));
                 }
             });
@@ -202,13 +204,13 @@ mod tests {
     fn a_walk_writes_every_column_with_its_group() {
         for len in 1..140 {
             let mut groups = Groups::new(3 * len, len);
-            for ((_, group), inv_rms) in groups.each_mut().zip([0., 1., 2.]) {
+            for ((_, group), inv_rms) in groups.each_mut(3 * len).zip([0., 1., 2.]) {
                 group.inv_rms = inv_rms;
             }
             for level in Level::all() {
                 let mut output = Output::new(3 * len, 3 * len, Stores::Cached);
                 for part in output.parts() {
-                    level.run(WriteInverses(&groups, &mut RowWriter::new(part)));
+                    level.run(WriteInverses(&groups, &mut RowWriter::new(part), 3 * len));
                 }
                 for (i, value) in output.finish().into_iter().enumerate() {
                     assert_eq!(value, (i / len) as f32);

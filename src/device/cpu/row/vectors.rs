@@ -55,8 +55,25 @@ impl<S: Simd, A: Accumulator, const K: usize> Span<S, A, K> {
 
     /// The column after the last.
     #[inline(always)]
-    pub fn end(self) -> usize {
+    fn end(self) -> usize {
         self.start + Self::WIDTH
+    }
+
+    /// Whether all of these are among the first `len` columns.
+    ///
+    /// [`load`](Self::load) and [`store`](Self::store) test the same of an array. From this form of
+    /// the test the compiler knows that theirs is true too, of each array that has `len` columns or
+    /// more. So in a loop with this condition they test nothing.
+    #[inline(always)]
+    pub fn fits(self, len: usize) -> bool {
+        Self::WIDTH <= len && self.start <= len - Self::WIDTH
+    }
+
+    /// The same, of columns that begin among the first `len` or right after them. After a loop of
+    /// blocks it takes three instructions less.
+    #[inline(always)]
+    pub fn is_left(self, len: usize) -> bool {
+        len - self.start >= Self::WIDTH
     }
 
     /// The span after this one, as wide.

@@ -358,6 +358,13 @@ pub(super) fn run_chunks<T: Element>(
     (written, add_chunks(&sums, width))
 }
 
+/// The rows of a chunk, in runs that have a subtotal each.
+fn subtotals(rows: Range<usize>) -> impl Iterator<Item = Range<usize>> {
+    let end = rows.end;
+    rows.step_by(SUBTOTAL_ROWS)
+        .map(move |start| start..end.min(start + SUBTOTAL_ROWS))
+}
+
 /// The column sums of all chunks, added first to last.
 fn add_chunks<A: Accumulator>(sums: &[A], width: usize) -> Vec<A> {
     let mut total = vec![A::zero(); width];
@@ -407,6 +414,7 @@ impl<T: Element> WithSimd for ForwardChunk<'_, '_, T> {
             // A loop of its own, so that each loop has the registers to itself.
             RowNorm::Centred { eps } => {
                 let scaler = Scaler::new(cols, eps);
+                let coefficients = coefficients.map(|both| both.map(|values| &values[..cols]));
                 for index in chunk.range {
                     let x = &input_row(simd, rows, index, &mut residual_out)[..cols];
                     if let (Some(y), Some(coefficients)) = (&mut y, coefficients) {
@@ -421,24 +429,35 @@ impl<T: Element> WithSimd for ForwardChunk<'_, '_, T> {
         // range is out of bounds, and `get_mut` returns `None`.
         let first = |index| if rows.keeps(index) { 0 } else { cols };
         if let (Some(y), Some(coefficients)) = (&mut y, coefficients) {
-            for index in chunk.range {
-                let x = &input_row(simd, rows, index, &mut residual_out)[..cols];
-                let squares = sums.of_rows.get_mut(first(index)..first(index) + cols);
-                let groups = &mut groups;
-                group_scaling::forward_row(simd, x, scaler, groups, y, coefficients, squares);
-                sums.end_row();
+            let coefficients = coefficients.map(|values| &values[..cols]);
+            for rows_of_subtotal in subtotals(chunk.range) {
+                for index in rows_of_subtotal {
+                    let x = &input_row(simd, rows, index, &mut residual_out)[..cols];
+                    let squares = sums.of_rows.get_mut(first(index)..first(index) + cols);
+                    group_scaling::forward_row(
+                        simd,
+                        x,
+                        scaler,
+                        &mut groups,
+                        y,
+                        coefficients,
+                        squares,
+                    );
+                }
+                sums.add();
             }
         } else {
-            for index in chunk.range {
-                let x = &input_row(simd, rows, index, &mut residual_out)[..cols];
-                if !sums.is_empty() {
-                    let squares = sums.of_rows.get_mut(first(index)..first(index) + cols);
-                    group_scaling::square_row(simd, x, scaler, &mut groups, squares);
-                    sums.end_row();
+            for rows_of_subtotal in subtotals(chunk.range) {
+                for index in rows_of_subtotal {
+                    let x = &input_row(simd, rows, index, &mut residual_out)[..cols];
+                    if !sums.is_empty() {
+                        let squares = sums.of_rows.get_mut(first(index)..first(index) + cols);
+                        group_scaling::square_row(simd, x, scaler, &mut groups, squares);
+                    }
                 }
+                sums.add();
             }
         }
-        sums.add();
     }
 }
 
@@ -487,33 +506,57 @@ impl<T: Element> WithSimd for BackwardChunk<'_, '_, T> {
                 let (Some(dx), Some([gain, _])) = (&mut dx, coefficients) else {
                     unreachable!("a backward of LayerNorm writes dx");
                 };
-                let scaler = Scaler::new(cols, eps);
-                for index in chunk.range {
+                let (scaler, gain) = (Scaler::new(cols, eps), &gain[..cols]);
+                for rows_of_subtotal in subtotals(chunk.range) {
+                    for index in rows_of_subtotal {
+                        if rows.keeps(index) {
+                            let row = [&rows.x.row(index)[..cols], dy.row(index)];
+                            let sums = sums.of_backward(cols);
+                            layer_norm::backward_row(simd, row, &scaler, gain, dx, sums);
+                        } else {
+                            zero_row(simd, cols, dx);
+                        }
+                    }
+                    sums.add();
+                }
+                return;
+            }
+        };
+        let (scaler, mut groups) = (scaler.as_ref(), Groups::new(cols, rows.group_len()));
+        if let (Some(dx), Some(coefficients)) = (&mut dx, coefficients) {
+            let coefficients = coefficients.map(|values| &values[..cols]);
+            for rows_of_subtotal in subtotals(chunk.range) {
+                for index in rows_of_subtotal {
                     if rows.keeps(index) {
                         let row = [&rows.x.row(index)[..cols], dy.row(index)];
-                        let sums = ColumnSums::of(&mut sums.of_rows, cols);
-                        layer_norm::backward_row(simd, row, &scaler, gain, dx, sums);
+                        let sums = sums.of_backward(cols);
+                        group_scaling::backward_row(
+                            simd,
+                            row,
+                            scaler,
+                            &mut groups,
+                            dx,
+                            coefficients,
+                            sums,
+                        );
                     } else {
                         zero_row(simd, cols, dx);
                     }
-                    sums.end_row();
                 }
-                return sums.add();
+                sums.add();
             }
-        };
-        let mut groups = Groups::new(cols, rows.group_len());
-        for index in chunk.range {
-            if rows.keeps(index) {
-                let row = [&rows.x.row(index)[..cols], dy.row(index)];
-                let dx = dx.as_mut().zip(coefficients);
-                let sums = ColumnSums::of(&mut sums.of_rows, cols);
-                group_scaling::backward_row(simd, row, scaler.as_ref(), &mut groups, dx, sums);
-            } else if let Some(dx) = &mut dx {
-                zero_row(simd, cols, dx);
+        } else {
+            for rows_of_subtotal in subtotals(chunk.range) {
+                for index in rows_of_subtotal {
+                    if rows.keeps(index) {
+                        let row = [&rows.x.row(index)[..cols], dy.row(index)];
+                        let sums = sums.of_backward(cols);
+                        group_scaling::sum_row(simd, row, scaler, &mut groups, sums);
+                    }
+                }
+                sums.add();
             }
-            sums.end_row();
         }
-        sums.add();
     }
 }
 
@@ -521,7 +564,6 @@ impl<T: Element> WithSimd for BackwardChunk<'_, '_, T> {
 struct Subtotals<'a, A> {
     of_chunk: &'a mut [A],
     of_rows: Vec<A>,
-    rows: usize,
 }
 
 impl<'a, A: Accumulator> Subtotals<'a, A> {
@@ -529,7 +571,6 @@ impl<'a, A: Accumulator> Subtotals<'a, A> {
         Self {
             of_rows: vec![A::zero(); of_chunk.len()],
             of_chunk,
-            rows: 0,
         }
     }
 
@@ -538,18 +579,14 @@ impl<'a, A: Accumulator> Subtotals<'a, A> {
         self.of_chunk.is_empty()
     }
 
-    /// Counts a row, whose values have been added.
+    /// Those that a row of a backward is added to.
     #[inline(always)]
-    fn end_row(&mut self) {
-        self.rows += 1;
-        if self.rows == SUBTOTAL_ROWS {
-            self.add();
-        }
+    fn of_backward(&mut self, cols: usize) -> ColumnSums<'_, A> {
+        ColumnSums::of(&mut self.of_rows, cols)
     }
 
     /// Adds the sums of the last rows to those of the chunk.
     fn add(&mut self) {
-        self.rows = 0;
         for (sum, subtotal) in self.of_chunk.iter_mut().zip(&mut self.of_rows) {
             *sum += std::mem::replace(subtotal, A::zero());
         }
