@@ -6,6 +6,7 @@ use crate::device::pass::{Affine, Pass, RowNorm, check_affine};
 use crate::op;
 use candle::{Module, Result, Tensor};
 use candle_nn::{LayerNormConfig, VarBuilder};
+use std::borrow::Cow;
 use std::fmt;
 
 /// The name of the layer in errors.
@@ -233,7 +234,9 @@ impl LayerNorm {
     /// }
     /// ```
     pub fn forward_residual(&self, xs: &Tensor, residual: &Tensor) -> Result<(Tensor, Tensor)> {
-        let pass = self.pass(LAYER, xs)?.with_residual(residual)?;
+        let pass = self
+            .pass(LAYER, xs)?
+            .with_residual(Cow::Borrowed(residual))?;
         op::add_and_normalize(pass, None)
     }
 
@@ -271,13 +274,14 @@ impl LayerNorm {
     }
 
     /// The forward of the layer `name`, as which this one was built.
-    pub(crate) fn pass(&self, name: &'static str, xs: &Tensor) -> Result<Pass> {
+    pub(crate) fn pass<'a>(&'a self, name: &'static str, xs: &'a Tensor) -> Result<Pass<'a>> {
         let eps = self.eps;
         let norm = match self.remove_mean {
             true => RowNorm::Centred { eps },
             false => RowNorm::Groups { count: 1, eps },
         };
-        Pass::of_rows(name, xs, norm, Some(self.affine.clone()))
+        let affine = Some(Cow::Borrowed(&self.affine));
+        Pass::of_rows(name, Cow::Borrowed(xs), norm, affine)
     }
 
     /// Checks weight and bias, because the constructors accept any tensors.

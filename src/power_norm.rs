@@ -12,6 +12,7 @@ use crate::ranks::{Exchange, Member, Ranks};
 use crate::state::{State, same_device};
 use candle::{DType, Module, Result, Tensor};
 use candle_nn::ModuleT;
+use std::borrow::Cow;
 use std::fmt;
 use std::sync::Arc;
 
@@ -491,13 +492,13 @@ impl PowerNorm {
 
     /// The checked pass of a forward and, unless it is an evaluation, its step. The step has the
     /// turn among the ranks: a turn that is dropped tells the other ranks that this call failed.
-    fn pass(
-        &self,
-        xs: &Tensor,
-        residual: Option<&Tensor>,
+    fn pass<'a>(
+        &'a self,
+        xs: &'a Tensor,
+        residual: Option<&'a Tensor>,
         keep: Option<&Tensor>,
         asked: Purpose,
-    ) -> Result<(Pass, Option<Step<'_>>)> {
+    ) -> Result<(Pass<'a>, Option<Step<'a>>)> {
         let (purpose, config) = (self.purpose(asked), self.config());
         let exchange = match purpose {
             Purpose::Evaluation => None,
@@ -510,18 +511,19 @@ impl PowerNorm {
 
         // A step moves ψ² and ν before it has read the rows for the last time, and no call locks the
         // storage of ψ² twice.
-        let apart = |rows: &Tensor| match self.state.owns(rows) {
-            true => rows.force_contiguous(),
-            false => Ok(rows.clone()),
+        let apart = |rows: &'a Tensor| match self.state.owns(rows) {
+            true => rows.force_contiguous().map(Cow::Owned),
+            false => Ok(Cow::Borrowed(rows)),
         };
         if purpose == Purpose::Evaluation
             && keep.is_none()
             && let Some(affine) = self.folded_affine(xs, residual)?
         {
             let norm = RowNorm::of_groups(config.group_scaling, config.eps);
-            let mut pass = Pass::of_rows(LAYER, &apart(xs)?, norm, Some(affine))?;
+            let affine = Some(Cow::Owned(affine));
+            let mut pass = Pass::of_rows(LAYER, apart(xs)?, norm, affine)?;
             if let Some(residual) = residual {
-                pass = pass.with_residual(&apart(residual)?)?;
+                pass = pass.with_residual(apart(residual)?)?;
             }
             return Ok((pass, None));
         }
@@ -538,10 +540,10 @@ impl PowerNorm {
             eps: config.eps,
             groups: config.group_scaling,
         };
-        let affine = self.affine.clone();
-        let mut pass = Pass::of_channels(&self.device, LAYER, &apart(xs)?, affine, channels)?;
+        let affine = self.affine.as_ref().map(Cow::Borrowed);
+        let mut pass = Pass::of_channels(LAYER, apart(xs)?, affine, channels)?;
         if let Some(residual) = residual {
-            pass = pass.with_residual(&apart(residual)?)?;
+            pass = pass.with_residual(apart(residual)?)?;
         }
         if let Some(keep) = keep {
             check_rank(keep, pass.x())?;
@@ -651,11 +653,11 @@ mod tests {
     }
 
     /// The pass of a forward, and the state that it moves.
-    fn pass_of(
-        layer: &PowerNorm,
-        xs: &Tensor,
+    fn pass_of<'a>(
+        layer: &'a PowerNorm,
+        xs: &'a Tensor,
         purpose: Purpose,
-    ) -> Result<(Pass, Option<Training>)> {
+    ) -> Result<(Pass<'a>, Option<Training>)> {
         let (pass, step) = layer.pass(xs, None, None, purpose)?;
         assert!(step.as_ref().is_none_or(|step| step.turn.is_none()));
         Ok((pass, step.map(|step| step.training)))
@@ -689,7 +691,8 @@ mod tests {
                 warmup_steps,
                 ..Default::default()
             };
-            let (pass, _) = pass_of(&layer_of(config, true)?, &xs, purpose)?;
+            let layer = layer_of(config, true)?;
+            let (pass, _) = pass_of(&layer, &xs, purpose)?;
             assert_eq!(pass.kind(), expected, "{purpose:?}");
         }
         Ok(())

@@ -12,19 +12,21 @@
 //! a model of 24 normalizations.
 
 use super::pass::{Pass, RowNorm};
-use super::{Env, Gradients, Nu, Outputs, Record, Wanted, sums_dtype};
+use super::{Env, Gradients, Nu, Outputs, Record, sums_dtype};
 use crate::config::{ForwardKind, PhiStep, Shares};
 use candle::{D, DType, Device, Result, Storage, Tensor, Var};
 
 /// Runs a forward.
-pub(super) fn forward(pass: &Pass, env: &mut dyn Env) -> Result<(Box<dyn Record>, Outputs)> {
+pub(super) fn forward(pass: &mut Pass, env: &mut dyn Env) -> Result<(Box<dyn Record>, Outputs)> {
+    pass.lay_out(copied)?;
+    let pass = &*pass;
     // x + residual, and X̃.
-    let sum = match &pass.residual {
+    let sum = match pass.residual() {
         Some(residual) => Some(add_rounded(&pass.x, residual)?),
         None => None,
     };
     let residual_out = sum.as_ref().map(storage).transpose()?;
-    let x = sum.as_ref().unwrap_or(&pass.x);
+    let x = sum.as_ref().unwrap_or(pass.x());
     let rows = Rows::new(x, pass, pass.keep.as_ref())?;
     let running_inv_d = match &pass.phi {
         Some(phi) => inverse_root(&rows.channels(phi)?, pass.eps)?,
@@ -100,13 +102,8 @@ struct BatchStatistics {
 }
 
 impl Record for Forwarded {
-    fn backward(
-        &self,
-        pass: &Pass,
-        dy: &Tensor,
-        wanted: Wanted,
-        env: &mut dyn Env,
-    ) -> Result<Gradients> {
+    fn backward(&self, pass: &Pass, dy: &Tensor, env: &mut dyn Env) -> Result<Gradients> {
+        let (dy, wanted) = (&*pass.lay_out_dy(dy, copied)?, pass.wanted);
         let rows = Rows::new(&pass.x, pass, pass.backward_keep())?;
         let weight = rows.weight(pass)?;
         let exact = self.batch.is_some() && pass.recipe.is_exact(pass.kind);
@@ -431,7 +428,7 @@ impl Rows {
 
     /// γ, `[C]`.
     fn weight(&self, pass: &Pass) -> Result<Option<Tensor>> {
-        match &pass.affine {
+        match pass.affine() {
             Some(affine) if affine.offset == 0. => Ok(Some(self.channels(&affine.weight)?)),
             Some(affine) => (self.channels(&affine.weight)? + affine.offset).map(Some),
             None => Ok(None),
@@ -460,6 +457,14 @@ impl Rows {
         }
         let dx = (dx_tilde - x_tilde.broadcast_mul(&mean)?)?;
         dx.broadcast_mul(group_rms_inv)?.flatten_from(1)
+    }
+}
+
+/// A copy of rows that are not contiguous.
+fn copied(rows: &Tensor) -> Result<Option<Tensor>> {
+    match rows.is_contiguous() {
+        true => Ok(None),
+        false => rows.detach().contiguous().map(Some),
     }
 }
 

@@ -1,8 +1,9 @@
 //! The interface between the layer and its devices: what a pass asks of the outside, and what it
 //! returns. [`pass`] has what it computes.
 //!
-//! [`Pass::forward`] runs a training forward, and [`Pass::evaluate`] any other. The record that they
-//! return becomes a [`Saved`], whose [`backward`](Saved::backward) runs the backward. Each device has them as
+//! [`DeviceKind::forward`](pick::DeviceKind::forward) runs a training forward, and
+//! [`DeviceKind::evaluate`](pick::DeviceKind::evaluate) any other. The record that they return
+//! becomes a [`Saved`], whose [`backward`](Saved::backward) runs the backward. Each device has them as
 //! straight-line code, to be read from top to bottom beside the equations of
 //! [`Recipe`](crate::Recipe). A training forward
 //!
@@ -64,13 +65,19 @@ pub(crate) struct Gradients {
 
 /// A forward that ran, with what its backward needs.
 pub(crate) struct Saved {
-    pass: Pass,
+    pass: Pass<'static>,
     record: Box<dyn Record>,
 }
 
 impl Saved {
-    /// The pass of the forward.
-    pub fn pass(&self) -> &Pass {
+    /// What the backward of a forward of `pass` needs.
+    pub fn new(pass: Pass, record: Box<dyn Record>) -> Self {
+        let pass = pass.into_owned();
+        Self { pass, record }
+    }
+
+    /// The pass of the forward, as the device laid it out.
+    pub fn pass(&self) -> &Pass<'static> {
         &self.pass
     }
 
@@ -84,31 +91,18 @@ impl Saved {
     /// Makes the gradients from `dy`, the gradient of the output, and moves ν if the forward was a
     /// training step.
     pub fn backward(&self, dy: &Tensor, env: &mut dyn Env) -> Result<Gradients> {
-        let pass = &self.pass;
-        let is_tracked = |tensor: Option<&Tensor>| tensor.is_some_and(Tensor::track_op);
-        let wanted = Wanted {
-            input: pass.x.track_op(),
-            weight: is_tracked(pass.weight()),
-            bias: is_tracked(pass.bias()),
-        };
-        let dy = pass.check_dy(dy)?;
-        self.record.backward(pass, &dy, wanted, env)
+        self.pass.check_dy(dy)?;
+        self.record.backward(&self.pass, dy, env)
     }
 }
 
 /// A device's record of a forward, from which it makes the backward.
 ///
-/// [`Saved`] alone calls it: with the pass of that forward, in which the sum stands for the input
-/// and its residual, and with a `dy` that has the shape, dtype and device of `x` and a layout that
-/// the device reads.
+/// [`Saved`] alone calls it: with the pass of that forward, as the forward laid it out, in which the
+/// sum stands for the input and its residual, and with a `dy` that has the shape, dtype and device of
+/// `x`.
 pub(crate) trait Record: Send + Sync {
-    fn backward(
-        &self,
-        pass: &Pass,
-        dy: &Tensor,
-        wanted: Wanted,
-        env: &mut dyn Env,
-    ) -> Result<Gradients>;
+    fn backward(&self, pass: &Pass, dy: &Tensor, env: &mut dyn Env) -> Result<Gradients>;
 }
 
 /// A pass's connection to the outside: sums over the other ranks, and the layer's state.

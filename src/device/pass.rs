@@ -8,32 +8,32 @@
 //! - `x` is `[.., C]` with C ≥ 1, of `F32`, `F64`, `F16` or `BF16`.
 //! - `residual` has the shape and dtype of `x`.
 //! - `keep` has the shape of `x` without its last dimension, is contiguous and `U8`.
-//! - γ, β and ψ² have C numbers and are contiguous. γ and β have the dtype of `x` or `F32`.
-//! - All of them are on one device, and the device reads the rows in their layout
-//!   ([`DeviceKind::readable`]). The `x` of a pass with neither residual nor ψ² may be a view of
-//!   more kinds ([`DeviceKind::readable_x`]). Rows, residual, γ and β are in different storages,
-//!   and so are the gradient of the output, γ and β. That rows are no view of ψ² or ν is
-//!   PowerNorm's to see to, which knows its state (`power_norm.rs`).
+//! - γ, β and ψ² have C numbers. γ and β have the dtype of `x` or `F32`.
+//! - All of them are on one device.
 //! - C is a multiple of the number of groups. LayerNorm has neither a mask nor ψ².
+//!
+//! The tensors are the caller's, in any layout. A device first calls [`Pass::lay_out`], which copies
+//! what the device does not read where it is, and then reads what that leaves.
 
-use super::pick::DeviceKind;
-use super::sums_dtype;
+use super::{Wanted, sums_dtype};
 use crate::config::{ForwardKind, Recipe, validate_eps};
 use candle::{DType, Device, Result, Shape, Storage, Tensor};
+use std::borrow::Cow;
 
 /// One forward of a layer, or the backward of that forward.
-pub(crate) struct Pass {
-    pub(super) device: DeviceKind,
+///
+/// It borrows the caller's tensors, and [`into_owned`](Self::into_owned) keeps them for a backward.
+pub(crate) struct Pass<'a> {
     /// The name of the layer or function that was called, for errors.
     pub(super) layer: &'static str,
     /// The rows to normalize, `[.., C]`. A forward with a residual adds it to them first, and in
     /// its backward `x` is the sum.
-    pub(super) x: Tensor,
+    pub(super) x: Cow<'a, Tensor>,
     /// Added to the rows before anything else. A backward has none.
-    pub(super) residual: Option<Tensor>,
+    pub(super) residual: Option<Cow<'a, Tensor>>,
     /// The padding mask: `x` without its last dimension, 0 for a padded row.
     pub(super) keep: Option<Tensor>,
-    pub(super) affine: Option<Affine>,
+    pub(super) affine: Option<Cow<'a, Affine>>,
     /// ψ² before the step, in its variable's shape: `[C]` or `[1, C, 1, 1]`. Without it D is 1,
     /// and rows are only normalized by themselves. A backward has none.
     pub(super) phi: Option<Tensor>,
@@ -42,8 +42,8 @@ pub(crate) struct Pass {
     pub(super) recipe: Recipe,
     /// ε of D.
     pub(super) eps: f64,
-    /// A backward may follow.
-    pub(super) tracked: bool,
+    /// The gradients of the backward. `input` is that of the sum, if there is a residual.
+    pub(super) wanted: Wanted,
     /// Private, so that every other file has to call a constructor.
     _checked: (),
 }
@@ -69,6 +69,13 @@ impl Affine {
 
     pub fn is_tracked(&self) -> bool {
         self.weight.track_op() || self.bias.as_ref().is_some_and(Tensor::track_op)
+    }
+
+    /// The parameters that there are.
+    fn tensors_mut(&mut self) -> impl Iterator<Item = &mut Tensor> {
+        [Some(&mut self.weight), self.bias.as_mut()]
+            .into_iter()
+            .flatten()
     }
 }
 
@@ -107,115 +114,74 @@ pub(crate) struct Channels {
     pub groups: Option<usize>,
 }
 
-impl Pass {
+impl<'a> Pass<'a> {
     /// A normalization of rows by themselves: LayerNorm, RMSNorm or group scaling.
     pub fn of_rows(
         layer: &'static str,
-        x: &Tensor,
+        x: Cow<'a, Tensor>,
         norm: RowNorm,
-        affine: Option<Affine>,
+        affine: Option<Cow<'a, Affine>>,
     ) -> Result<Self> {
-        let (size, own) = match &affine {
+        let (size, own) = match affine.as_deref() {
             Some(Affine { weight, .. }) => (weight.elem_count(), weight.device()),
             None => (x.dims().last().copied().unwrap_or_default(), x.device()),
         };
-        let shape = (size, own.clone());
-        let device = DeviceKind::of(x.device())?;
-        Self::checked(
-            device,
-            layer,
-            x,
-            shape,
-            norm,
-            affine,
-            DeviceKind::readable_x,
-        )
+        check(layer, &x, size, own, norm, affine.as_deref())?;
+        Ok(Self::checked(layer, x, norm, affine))
     }
 
     /// A forward of PowerNorm, which divides each channel by D.
     pub fn of_channels(
-        device: &DeviceKind,
         layer: &'static str,
-        x: &Tensor,
-        affine: Option<Affine>,
+        x: Cow<'a, Tensor>,
+        affine: Option<Cow<'a, Affine>>,
         channels: Channels,
     ) -> Result<Self> {
         let Channels { phi, eps, .. } = channels;
         let norm = RowNorm::of_groups(channels.groups, eps);
-        let shape = (phi.elem_count(), phi.device().clone());
-        let readable = |device: &DeviceKind, x: &Tensor, _| device.readable(x);
-        let pass = Self::checked(device.clone(), layer, x, shape, norm, affine, readable)?;
+        let (size, own) = (phi.elem_count(), phi.device());
+        check(layer, &x, size, own, norm, affine.as_deref())?;
         Ok(Self {
             phi: Some(phi),
             kind: channels.kind,
             recipe: channels.recipe,
             eps,
-            ..pass
+            ..Self::checked(layer, x, norm, affine)
         })
     }
 
-    /// The pass of one device and row normalization, for an input and parameters of `size` channels
-    /// on `own`. `readable` brings `x` into a layout that the device reads.
+    /// The pass of arguments that [`check`] has let through.
     fn checked(
-        device: DeviceKind,
         layer: &'static str,
-        x: &Tensor,
-        (size, own): (usize, Device),
+        x: Cow<'a, Tensor>,
         norm: RowNorm,
-        affine: Option<Affine>,
-        readable: impl FnOnce(&DeviceKind, &Tensor, RowNorm) -> Result<Tensor>,
-    ) -> Result<Self> {
-        if let Some(affine) = &affine {
-            check_affine(layer, affine)?;
-            let (weight, got) = (&affine.weight, affine.weight.elem_count());
-            if got != size {
-                candle::bail!("{layer}: expected a weight of {size} numbers, got {got}")
-            }
-            check_device(layer, "weight", weight.device(), &own)?;
-        }
-        check_input(layer, x, size, affine.as_ref(), &own)?;
-        if let RowNorm::Groups { eps, .. } | RowNorm::Centred { eps } = norm {
-            validate_eps(layer, eps, sums_dtype(x.dtype()))?;
-        }
-        if let RowNorm::Groups { count, .. } = norm
-            && !size.is_multiple_of(count)
-        {
-            candle::bail!(
-                "{layer}: expected {count} groups to divide the {size} channels of the input: \
-                 choose another number of groups"
-            )
-        }
-        let tracked = x.track_op() || affine.as_ref().is_some_and(Affine::is_tracked);
-        let checked = |affine: Affine| -> Result<_> {
-            let of_x = storage_of(x);
-            let weight = apart(packed(affine.weight)?, &[of_x])?;
-            let of_weight = storage_of(&weight);
-            let bias = (affine.bias).map(|bias| apart(packed(bias)?, &[of_x, of_weight]));
-            Ok(Affine {
-                bias: bias.transpose()?,
-                weight,
-                ..affine
-            })
+        affine: Option<Cow<'a, Affine>>,
+    ) -> Self {
+        let parameters = affine.as_deref();
+        let bias = parameters.and_then(|affine| affine.bias.as_ref());
+        let wanted = Wanted {
+            input: x.track_op(),
+            weight: parameters.is_some_and(|affine| affine.weight.track_op()),
+            bias: bias.is_some_and(Tensor::track_op),
         };
-        Ok(Self {
-            affine: affine.map(checked).transpose()?,
-            x: readable(&device, x, norm)?,
+        Self {
+            layer,
+            x,
             residual: None,
             keep: None,
+            affine,
             phi: None,
             norm,
             kind: ForwardKind::Evaluation,
             recipe: Recipe::default(),
             eps: 0.,
-            tracked,
-            device,
-            layer,
+            wanted,
             _checked: (),
-        })
+        }
     }
 
     /// The same pass of the sum of the input and `residual`.
-    pub fn with_residual(mut self, residual: &Tensor) -> Result<Self> {
+    pub fn with_residual(mut self, residual: Cow<'a, Tensor>) -> Result<Self> {
         let (layer, x) = (self.layer, &self.x);
         if residual.dtype() != x.dtype() || residual.shape() != x.shape() {
             candle::bail!(
@@ -228,9 +194,8 @@ impl Pass {
             )
         }
         check_device(layer, "residual", residual.device(), x.device())?;
-        self.tracked |= residual.track_op();
-        self.x = self.device.readable(x)?;
-        self.residual = Some(apart(self.device.readable(residual)?, &self.storages())?);
+        self.wanted.input |= residual.track_op();
+        self.residual = Some(residual);
         Ok(self)
     }
 
@@ -265,7 +230,103 @@ impl Pass {
         if sum.shape() != self.x.shape() || sum.dtype() != self.x.dtype() {
             candle::bail!("{}: expected a sum like the input", self.layer)
         }
-        Ok(Self { x: sum, ..self })
+        let x = Cow::Owned(sum);
+        Ok(Self { x, ..self })
+    }
+
+    /// The same pass with tensors of its own, which a backward may keep: without ψ² and the
+    /// residual, because a backward needs neither.
+    pub(super) fn into_owned(self) -> Pass<'static> {
+        Pass {
+            layer: self.layer,
+            x: Cow::Owned(self.x.into_owned()),
+            residual: None,
+            keep: self.keep,
+            affine: self.affine.map(|affine| Cow::Owned(affine.into_owned())),
+            phi: None,
+            norm: self.norm,
+            kind: self.kind,
+            recipe: self.recipe,
+            eps: self.eps,
+            wanted: self.wanted,
+            _checked: (),
+        }
+    }
+
+    /// Brings the tensors into layouts and storages in which a device reads them. The first thing
+    /// that a device's forward does.
+    ///
+    /// `copied` returns a copy of rows that the device does not read where they are. Afterwards
+    /// weight and bias are contiguous, and x, the residual, weight and bias are in different
+    /// storages, because the device locks them all for reading: candle's lock is fair, so a second
+    /// read lock in one thread deadlocks once a writer is waiting. PowerNorm itself checks that rows
+    /// are no view of ψ² or ν: only it has the state.
+    ///
+    /// Copies are without a graph: gradients go straight to the caller's tensors.
+    pub(super) fn lay_out(
+        &mut self,
+        copied: impl Fn(&Tensor) -> Result<Option<Tensor>>,
+    ) -> Result<()> {
+        for rows in [Some(&mut self.x), self.residual.as_mut()]
+            .into_iter()
+            .flatten()
+        {
+            if let Some(copy) = copied(rows)? {
+                *rows = Cow::Owned(copy);
+            }
+        }
+        if let Some(affine) = &mut self.affine {
+            let tensors = [Some(&affine.weight), affine.bias.as_ref()];
+            if !tensors.into_iter().flatten().all(Tensor::is_contiguous) {
+                for parameter in affine.to_mut().tensors_mut() {
+                    *parameter = parameter.detach().contiguous()?;
+                }
+            }
+        }
+        let [x, weight, bias, residual] = self.storages();
+        let is_apart = |own: Option<_>, others: &[_]| own.is_none() || !others.contains(&own);
+        if let Some(affine) = &mut self.affine {
+            if !is_apart(weight, &[x]) {
+                let affine = affine.to_mut();
+                affine.weight = copy(&affine.weight)?;
+            }
+            if !is_apart(bias, &[x, weight]) {
+                let affine = affine.to_mut();
+                affine.bias = affine.bias.as_ref().map(copy).transpose()?;
+            }
+        }
+        if !is_apart(residual, &[x, weight, bias]) {
+            let residual = self.residual.as_deref().map(copy).transpose()?;
+            self.residual = residual.map(Cow::Owned);
+        }
+        Ok(())
+    }
+
+    /// The gradient of the output in a layout and a storage as [`lay_out`](Self::lay_out) leaves
+    /// those of a forward, after which it is called.
+    pub(super) fn lay_out_dy<'g>(
+        &self,
+        dy: &'g Tensor,
+        copied: impl Fn(&Tensor) -> Result<Option<Tensor>>,
+    ) -> Result<Cow<'g, Tensor>> {
+        if let Some(copy) = copied(dy)? {
+            return Ok(Cow::Owned(copy));
+        }
+        match self.storages().contains(&Some(storage_of(dy))) {
+            true => copy(dy).map(Cow::Owned),
+            false => Ok(Cow::Borrowed(dy)),
+        }
+    }
+
+    /// The storages of x, weight, bias and residual.
+    fn storages(&self) -> [Option<*const Storage>; 4] {
+        let tensors = [
+            Some(&*self.x),
+            self.weight(),
+            self.bias(),
+            self.residual.as_deref(),
+        ];
+        tensors.map(|tensor| tensor.map(storage_of))
     }
 
     pub fn layer(&self) -> &'static str {
@@ -280,20 +341,25 @@ impl Pass {
 
     /// A backward may follow.
     pub fn is_tracked(&self) -> bool {
-        self.tracked
+        let Wanted {
+            input,
+            weight,
+            bias,
+        } = self.wanted;
+        input || weight || bias
     }
 
-    /// The rows, in a layout that the device reads.
+    /// The rows.
     pub fn x(&self) -> &Tensor {
         &self.x
     }
 
     pub fn residual(&self) -> Option<&Tensor> {
-        self.residual.as_ref()
+        self.residual.as_deref()
     }
 
     pub fn affine(&self) -> Option<&Affine> {
-        self.affine.as_ref()
+        self.affine.as_deref()
     }
 
     #[cfg(test)]
@@ -302,19 +368,17 @@ impl Pass {
     }
 
     pub(super) fn weight(&self) -> Option<&Tensor> {
-        self.affine.as_ref().map(|affine| &affine.weight)
+        self.affine().map(|affine| &affine.weight)
     }
 
     /// What γ is more than the weight.
     #[cfg(feature = "cuda")]
     pub(super) fn weight_offset(&self) -> f32 {
-        self.affine
-            .as_ref()
-            .map_or(0., |affine| affine.offset as f32)
+        self.affine().map_or(0., |affine| affine.offset as f32)
     }
 
     pub(super) fn bias(&self) -> Option<&Tensor> {
-        self.affine.as_ref()?.bias.as_ref()
+        self.affine()?.bias.as_ref()
     }
 
     /// C.
@@ -328,8 +392,8 @@ impl Pass {
         (self.keep.as_ref()).filter(|_| self.recipe.masks_backward())
     }
 
-    /// Checks the gradient of the output, and brings it into a layout that the device reads.
-    pub(super) fn check_dy(&self, dy: &Tensor) -> Result<Tensor> {
+    /// Checks the gradient of the output.
+    pub(super) fn check_dy(&self, dy: &Tensor) -> Result<()> {
         let (layer, x) = (self.layer, &self.x);
         if dy.shape() != x.shape() || dy.dtype() != x.dtype() {
             candle::bail!(
@@ -341,15 +405,41 @@ impl Pass {
                 dy.dtype()
             )
         }
-        check_device(layer, "the gradient", dy.device(), x.device())?;
-        apart(self.device.readable(dy)?, &self.storages())
+        check_device(layer, "the gradient", dy.device(), x.device())
     }
+}
 
-    /// The storages of the rows and the parameters.
-    fn storages(&self) -> Vec<*const Storage> {
-        let tensors = [Some(&self.x), self.weight(), self.bias()];
-        tensors.into_iter().flatten().map(storage_of).collect()
+/// Checks the input and the parameters of a layer of `size` channels on `own`, and its row
+/// normalization.
+fn check(
+    layer: &str,
+    x: &Tensor,
+    size: usize,
+    own: &Device,
+    norm: RowNorm,
+    affine: Option<&Affine>,
+) -> Result<()> {
+    if let Some(affine) = affine {
+        check_affine(layer, affine)?;
+        let got = affine.weight.elem_count();
+        if got != size {
+            candle::bail!("{layer}: expected a weight of {size} numbers, got {got}")
+        }
+        check_device(layer, "weight", affine.weight.device(), own)?;
     }
+    check_input(layer, x, size, affine, own)?;
+    if let RowNorm::Groups { eps, .. } | RowNorm::Centred { eps } = norm {
+        validate_eps(layer, eps, sums_dtype(x.dtype()))?;
+    }
+    if let RowNorm::Groups { count, .. } = norm
+        && !size.is_multiple_of(count)
+    {
+        candle::bail!(
+            "{layer}: expected {count} groups to divide the {size} channels of the input: \
+             choose another number of groups"
+        )
+    }
+    Ok(())
 }
 
 /// Checks the input of a layer of `size` channels on `own`.
@@ -462,25 +552,9 @@ fn as_bytes(keep: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// The tensor itself if it is contiguous, else a copy.
-#[inline]
-fn packed(tensor: Tensor) -> Result<Tensor> {
-    match tensor.is_contiguous() {
-        true => Ok(tensor),
-        false => tensor.contiguous(),
-    }
-}
-
-/// Returns the tensor, copied if its storage is one of `others`.
-///
-/// A device locks them all for reading. Once another thread waits to write a storage, a thread that
-/// has locked it and locks it again waits for that writer, which waits for it.
-#[inline]
-fn apart(tensor: Tensor, others: &[*const Storage]) -> Result<Tensor> {
-    match others.contains(&storage_of(&tensor)) {
-        true => tensor.force_contiguous(),
-        false => Ok(tensor),
-    }
+/// A copy without a graph, in a storage of its own.
+fn copy(tensor: &Tensor) -> Result<Tensor> {
+    tensor.detach().force_contiguous()
 }
 
 /// Identifies the storage that a tensor is a view of.
@@ -500,12 +574,12 @@ mod tests {
         Tensor::zeros(shape, dtype, CPU)
     }
 
-    fn of_rows(x: &Tensor, norm: RowNorm) -> Result<Pass> {
-        Pass::of_rows("test", x, norm, None)
+    fn of_rows(x: &Tensor, norm: RowNorm, affine: Option<Affine>) -> Result<Pass<'_>> {
+        Pass::of_rows("test", Cow::Borrowed(x), norm, affine.map(Cow::Owned))
     }
 
     /// A pass of PowerNorm over three sequences of five rows of two channels.
-    fn of_channels(x: &Tensor) -> Result<Pass> {
+    fn of_channels(x: &Tensor) -> Result<Pass<'_>> {
         let channels = Channels {
             phi: Tensor::ones(2, DType::F32, CPU)?,
             kind: ForwardKind::RunningStatistic,
@@ -513,7 +587,7 @@ mod tests {
             eps: 1e-5,
             groups: Some(2),
         };
-        Pass::of_channels(&DeviceKind::Cpu, "test", x, None, channels)
+        Pass::of_channels("test", Cow::Borrowed(x), None, channels)
     }
 
     #[track_caller]
@@ -529,12 +603,8 @@ mod tests {
         let f32s = zeros(&[2], DType::F32)?;
         let f16s = zeros(&[2], DType::F16)?;
         let check = |xs: &Tensor, weight: &Tensor, bias: Option<&Tensor>| {
-            text(Pass::of_rows(
-                "test",
-                xs,
-                CENTRED,
-                Some(Affine::new(weight.clone(), bias.cloned())),
-            ))
+            let affine = Affine::new(weight.clone(), bias.cloned());
+            text(of_rows(xs, CENTRED, Some(affine)))
         };
         for shape in [&[2][..], &[3, 2], &[0, 2], &[1, 1, 1, 2]] {
             assert_eq!(check(&zeros(shape, DType::F16)?, &f32s, None), "");
@@ -591,19 +661,20 @@ mod tests {
         let eps = 1e-5;
         let xs = zeros(&[3, 6], DType::F32)?;
         for (count, fits) in [(1, true), (3, true), (6, true), (4, false), (12, false)] {
-            let pass = of_rows(&xs, RowNorm::Groups { count, eps });
+            let pass = of_rows(&xs, RowNorm::Groups { count, eps }, None);
             assert_eq!(pass.is_ok(), fits, "{count}");
         }
-        assert!(text(of_rows(&zeros(&[3, 0], DType::F32)?, CENTRED)).contains("at least 1"));
+        assert!(text(of_rows(&zeros(&[3, 0], DType::F32)?, CENTRED, None)).contains("at least 1"));
         // 1e-46 is 0 in f32, the dtype of the sums.
-        assert!(text(of_rows(&xs, RowNorm::Centred { eps: 1e-46 })).contains("eps"));
+        assert!(text(of_rows(&xs, RowNorm::Centred { eps: 1e-46 }, None)).contains("eps"));
         Ok(())
     }
 
     #[test]
     fn a_mask_has_a_number_for_each_row() -> Result<()> {
         let xs = zeros(&[3, 5, 2], DType::F32)?;
-        let check = |shape: &[usize], dtype| of_channels(&xs)?.with_keep(&zeros(shape, dtype)?);
+        let check =
+            |shape: &[usize], dtype| of_channels(&xs)?.with_keep(&zeros(shape, dtype)?).map(drop);
         for dtype in [DType::U8, DType::U32, DType::I64] {
             check(&[3, 5], dtype)?;
         }
@@ -612,24 +683,25 @@ mod tests {
             assert!(check(shape, DType::U8).is_err(), "{shape:?}");
         }
         // A row by itself has a scalar for its mask.
-        let row = of_channels(&zeros(&[2], DType::F32)?)?;
-        row.with_keep(&Tensor::new(1u8, CPU)?)?;
+        let row = zeros(&[2], DType::F32)?;
+        of_channels(&row)?.with_keep(&Tensor::new(1u8, CPU)?)?;
         // No device computes LayerNorm with a mask.
         let keep = zeros(&[3, 5], DType::U8)?;
-        assert!(text(of_rows(&xs, CENTRED)?.with_keep(&keep)).contains("no mask"));
+        assert!(text(of_rows(&xs, CENTRED, None)?.with_keep(&keep)).contains("no mask"));
         Ok(())
     }
 
     #[test]
     fn a_residual_is_as_the_input() -> Result<()> {
-        let pass = || of_rows(&zeros(&[3, 2], DType::F32)?, CENTRED);
-        pass()?.with_residual(&Tensor::ones((3, 2), DType::F32, CPU)?)?;
+        let xs = zeros(&[3, 2], DType::F32)?;
+        let with = |residual| of_rows(&xs, CENTRED, None)?.with_residual(Cow::Owned(residual));
+        with(Tensor::ones((3, 2), DType::F32, CPU)?)?;
         for (shape, dtype) in [
             ([3, 2], DType::F16),
             ([2, 3], DType::F32),
             ([1, 2], DType::F32),
         ] {
-            let error = text(pass()?.with_residual(&zeros(&shape, dtype)?));
+            let error = text(with(zeros(&shape, dtype)?));
             assert!(error.contains("(as the input)"), "{error}");
         }
         Ok(())
@@ -638,7 +710,8 @@ mod tests {
     /// A backward reads as many numbers of the sum as the input had.
     #[test]
     fn a_sum_is_as_the_input() -> Result<()> {
-        let pass = || of_rows(&zeros(&[3, 2], DType::F32)?, CENTRED);
+        let xs = zeros(&[3, 2], DType::F32)?;
+        let pass = || of_rows(&xs, CENTRED, None);
         pass()?.of_sum(Tensor::ones((3, 2), DType::F32, CPU)?)?;
         for (shape, dtype) in [([3, 2], DType::F64), ([2, 3], DType::F32)] {
             let error = text(pass()?.of_sum(zeros(&shape, dtype)?));
@@ -650,7 +723,8 @@ mod tests {
     /// Devices trust this check: a GPU would read beyond the end of a smaller gradient.
     #[test]
     fn a_gradient_is_as_the_output() -> Result<()> {
-        let pass = of_rows(&zeros(&[3, 2], DType::F32)?, CENTRED)?;
+        let xs = zeros(&[3, 2], DType::F32)?;
+        let pass = of_rows(&xs, CENTRED, None)?;
         pass.check_dy(&Tensor::ones((3, 2), DType::F32, CPU)?)?;
         for (shape, dtype) in [
             ([3, 2], DType::F64),
@@ -678,7 +752,8 @@ mod tests {
         let x = zeros(&[3, 2], DType::F32)?;
         let of = |len: usize| {
             let affine = Affine::new(zeros(&[len], DType::F32)?, None);
-            Pass::of_channels(&DeviceKind::Cpu, "test", &x, Some(affine), channels()?)
+            let affine = Some(Cow::Owned(affine));
+            Pass::of_channels("test", Cow::Borrowed(&x), affine, channels()?)
         };
         of(2)?;
         assert!(text(of(1)).contains("a weight of 2 numbers, got 1"));
@@ -691,13 +766,21 @@ mod tests {
         let rows = |start| all.narrow(0, start, 4)?.reshape((2, 2));
         let affine = Affine::new(all.narrow(0, 8, 2)?, Some(all.narrow(0, 10, 2)?));
         // The parameters share a storage with the residual alone, or with the rows too.
-        let own = rows(0)?.force_contiguous()?;
-        let pass = Pass::of_rows("test", &own, CENTRED, Some(affine.clone()))?;
-        let pass = pass.with_residual(&rows(4)?)?;
+        let (own, of_all) = (rows(0)?.force_contiguous()?, rows(0)?);
+        let laid_out = |x| -> Result<_> {
+            let pass = of_rows(x, CENTRED, Some(affine.clone()))?;
+            let mut pass = pass.with_residual(Cow::Owned(rows(4)?))?;
+            pass.lay_out(|_| Ok(None))?;
+            Ok(pass)
+        };
+        let of_dy = |pass: &Pass, dy: &Tensor| -> Result<_> {
+            Ok(storage_of(&*pass.lay_out_dy(dy, |_| Ok(None))?))
+        };
+        let pass = laid_out(&own)?;
         assert!(storage_of(pass.residual().unwrap()) != storage_of(pass.weight().unwrap()));
-        assert!(storage_of(&pass.check_dy(&rows(4)?)?) != storage_of(pass.weight().unwrap()));
-        let pass = Pass::of_rows("test", &rows(0)?, CENTRED, Some(affine))?;
-        let pass = pass.with_residual(&rows(4)?)?;
+        assert!(of_dy(&pass, &rows(4)?)? != storage_of(pass.weight().unwrap()));
+        assert!(of_dy(&pass, &own.copy()?)? != storage_of(pass.x()));
+        let pass = laid_out(&of_all)?;
         let residual = pass.residual().unwrap();
         assert_eq!(residual.to_vec2::<f32>()?, [[4., 5.], [6., 7.]]);
         assert_eq!(pass.bias().unwrap().to_vec1::<f32>()?, [10., 11.]);
@@ -711,7 +794,30 @@ mod tests {
         storages.sort();
         storages.dedup();
         assert_eq!(storages.len(), 4);
-        assert!(storage_of(&pass.check_dy(&rows(2)?)?) != storage_of(pass.x()));
+        assert!(of_dy(&pass, &rows(2)?)? != storage_of(pass.x()));
+        Ok(())
+    }
+
+    /// The graph has the caller's tensors, so a copy in it would be two more passes over the rows.
+    #[test]
+    fn copies_are_without_a_graph() -> Result<()> {
+        let all = candle::Var::ones((6, 3), DType::F32, CPU)?;
+        let (x, residual) = (all.narrow(0, 0, 3)?.t()?, all.narrow(0, 3, 3)?.t()?);
+        let column = || -> Result<_> { all.narrow(0, 0, 3)?.narrow(1, 0, 1)?.squeeze(1) };
+        let affine = Affine::new(column()?, Some(column()?));
+        let pass = of_rows(&x, CENTRED, Some(affine))?;
+        let mut pass = pass.with_residual(Cow::Borrowed(&residual))?;
+        pass.lay_out(|rows| rows.detach().contiguous().map(Some))?;
+        let laid_out = [Some(pass.x()), pass.residual(), pass.weight(), pass.bias()];
+        for tensor in laid_out.into_iter().flatten() {
+            assert!(tensor.is_contiguous() && !tensor.track_op());
+        }
+        let Wanted {
+            input,
+            weight,
+            bias,
+        } = pass.wanted;
+        assert!(input && weight && bias);
         Ok(())
     }
 
@@ -722,12 +828,17 @@ mod tests {
         let (weight, bias, residual) = (zeros(&[2], DType::F32)?, var(&[2])?, var(&[3, 2])?);
         let tracked = |bias: Option<&Tensor>| {
             let affine = Affine::new(weight.clone(), bias.cloned());
-            Pass::of_rows("test", &xs, CENTRED, Some(affine))
+            of_rows(&xs, CENTRED, Some(affine))
         };
-        assert!(!tracked(None)?.tracked);
-        assert!(tracked(Some(&bias))?.tracked);
-        assert!(tracked(None)?.with_residual(&residual)?.tracked);
-        assert!(tracked(Some(&bias))?.with_residual(&residual)?.tracked);
+        let residual = || Cow::Borrowed(residual.as_tensor());
+        assert!(!tracked(None)?.is_tracked());
+        assert!(tracked(Some(&bias))?.is_tracked());
+        assert!(tracked(None)?.with_residual(residual())?.is_tracked());
+        assert!(
+            tracked(Some(&bias))?
+                .with_residual(residual())?
+                .is_tracked()
+        );
         Ok(())
     }
 

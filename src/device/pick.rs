@@ -3,8 +3,8 @@
 pub(crate) use super::cpu::Folded;
 #[cfg(feature = "cuda")]
 use super::cuda;
-use super::pass::{Pass, RowNorm};
-use super::{Env, Evaluation, Outputs, Record, Saved, composed, cpu};
+use super::pass::Pass;
+use super::{Env, Evaluation, Outputs, Record, composed, cpu};
 use crate::error::Error;
 use candle::{Device, Result, Tensor};
 use std::ffi::OsString;
@@ -25,36 +25,31 @@ pub(crate) enum DeviceKind {
     Composed,
 }
 
-impl Pass {
+impl DeviceKind {
     /// Runs a forward that moves nothing: of rows by themselves, or an evaluation.
-    pub fn evaluate(&self) -> Result<(Box<dyn Record>, Outputs)> {
-        match &self.device {
-            DeviceKind::Cpu => cpu::evaluate(self),
+    pub fn evaluate(&self, pass: &mut Pass) -> Result<(Box<dyn Record>, Outputs)> {
+        match self {
+            Self::Cpu => cpu::evaluate(pass),
             #[cfg(feature = "cuda")]
-            DeviceKind::Cuda(kernels) => cuda::forward(kernels, self, &mut Evaluation),
-            DeviceKind::Composed => composed::forward(self, &mut Evaluation),
+            Self::Cuda(kernels) => cuda::forward(kernels, pass, &mut Evaluation),
+            Self::Composed => composed::forward(pass, &mut Evaluation),
         }
     }
 
     /// Runs a training forward, which moves ψ².
-    pub fn forward(&self, env: &mut dyn Env) -> Result<(Box<dyn Record>, Outputs)> {
-        match &self.device {
-            DeviceKind::Cpu => cpu::forward(self, env),
+    pub fn forward(
+        &self,
+        pass: &mut Pass,
+        env: &mut dyn Env,
+    ) -> Result<(Box<dyn Record>, Outputs)> {
+        match self {
+            Self::Cpu => cpu::forward(pass, env),
             #[cfg(feature = "cuda")]
-            DeviceKind::Cuda(kernels) => cuda::forward(kernels, self, env),
-            DeviceKind::Composed => composed::forward(self, env),
+            Self::Cuda(kernels) => cuda::forward(kernels, pass, env),
+            Self::Composed => composed::forward(pass, env),
         }
     }
 
-    /// What the backward of this forward needs.
-    pub fn saved(mut self, record: Box<dyn Record>) -> Saved {
-        // A backward needs neither of them.
-        (self.residual, self.phi) = (None, None);
-        Saved { pass: self, record }
-    }
-}
-
-impl DeviceKind {
     /// The device of a layer whose state is on `device`.
     ///
     /// The environment variable `CANDLE_POWERNORM_DEVICE=composed` runs [`DeviceKind::Composed`] on
@@ -86,27 +81,6 @@ impl DeviceKind {
             #[cfg(not(feature = "cuda"))]
             Device::Cuda(_) if *NAME != "composed" => Err(Error::NoKernels.into()),
             _ => Ok(Self::Composed),
-        }
-    }
-
-    /// Returns rows in a layout that this device reads, copied if need be.
-    pub(super) fn readable(&self, rows: &Tensor) -> Result<Tensor> {
-        match self {
-            Self::Cpu => cpu::readable(rows),
-            #[cfg(feature = "cuda")]
-            Self::Cuda(_) => cuda::readable(rows),
-            Self::Composed => rows.contiguous(),
-        }
-    }
-
-    /// The same for the `x` of a pass of `norm` alone, with neither residual nor D. Kernels of a
-    /// GPU read more views there.
-    #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
-    pub(super) fn readable_x(&self, x: &Tensor, norm: RowNorm) -> Result<Tensor> {
-        match self {
-            #[cfg(feature = "cuda")]
-            Self::Cuda(kernels) => cuda::readable_x(kernels, x, norm),
-            _ => self.readable(x),
         }
     }
 

@@ -4,8 +4,8 @@
 //!
 //! 1. The layer makes a [`Pass`], which checks the arguments, and calls [`normalize`] or
 //!    [`add_and_normalize`] with it. In training PowerNorm passes a [`Step`] too.
-//! 2. [`Pass::evaluate`] runs the forward on the tensors' [device](crate::device), or
-//!    [`step::forward`] if it is a step, which moves ψ² and t.
+//! 2. The tensors' [device](crate::device) runs the forward, in [`step::forward`] if it is a step,
+//!    which moves ψ² and t.
 //! 3. If a gradient is tracked, candle runs the custom op. Its output exists already, and the op
 //!    gives it a place in the graph. Otherwise the output is a tensor without a graph.
 //! 4. A backward comes back through the op to [`step::backward`], which moves ν.
@@ -18,40 +18,46 @@ pub(crate) mod step;
 
 use self::step::{Step, Training};
 use crate::device::pass::{Affine, Pass};
+use crate::device::pick::DeviceKind;
 use crate::device::{Outputs, Saved};
 use candle::op::BackpropOp;
 use candle::{CustomOp1, CustomOp2, CustomOp3, Result, Shape, Storage, Tensor};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Returns the normalized rows of a pass without a residual.
-pub(crate) fn normalize(pass: Pass, step: Option<Step>) -> Result<Tensor> {
+pub(crate) fn normalize(mut pass: Pass, step: Option<Step>) -> Result<Tensor> {
     if step.is_none() && !pass.is_tracked() {
-        let (_, outputs) = pass.evaluate()?;
+        let (_, outputs) = DeviceKind::of(pass.x().device())?.evaluate(&mut pass)?;
         return Ok(untracked(outputs.y, pass.x().shape()));
     }
+    // The graph has the caller's tensors, and the device may read copies of them.
+    let (x, affine) = (pass.x().clone(), pass.affine().cloned());
     let (saved, training, outputs) = forward(pass, step)?;
-    NormOp::apply(saved, training, outputs.y)
+    NormOp::apply(x, affine, saved, training, outputs.y)
 }
 
 /// Returns the normalized sum of the rows and the residual of a pass, and the sum.
 pub(crate) fn add_and_normalize(pass: Pass, step: Option<Step>) -> Result<(Tensor, Tensor)> {
     let (x, residual) = (pass.x().clone(), pass.residual().cloned());
+    let affine = pass.affine().cloned();
     let (saved, training, outputs) = forward(pass, step)?;
     let (Some(residual), Some(computed)) = (residual, outputs.residual_out) else {
         unreachable!("a forward with a residual writes the sum")
     };
     let sum = residual::sum(&x, &residual, computed)?;
-    let y = NormOp::apply(saved.of_sum(sum.clone())?, training, outputs.y)?;
+    let saved = saved.of_sum(sum.clone())?;
+    let y = NormOp::apply(sum.clone(), affine, saved, training, outputs.y)?;
     Ok((y, sum))
 }
 
 /// Runs a forward. The training is returned only if the forward counted as a step.
-fn forward(pass: Pass, step: Option<Step>) -> Result<(Saved, Option<Training>, Outputs)> {
+fn forward(mut pass: Pass, step: Option<Step>) -> Result<(Saved, Option<Training>, Outputs)> {
+    let device = DeviceKind::of(pass.x().device())?;
     if let Some(step) = step {
-        return step::forward(pass, step);
+        return step::forward(&device, pass, step);
     }
-    let (record, outputs) = pass.evaluate()?;
-    Ok((pass.saved(record), None, outputs))
+    let (record, outputs) = device.evaluate(&mut pass)?;
+    Ok((Saved::new(pass, record), None, outputs))
 }
 
 /// The tensor of an output without a place in the graph.
@@ -122,12 +128,17 @@ struct NormOp {
 }
 
 impl NormOp {
-    /// The output tensor of a forward whose output is `y`.
-    fn apply(saved: Saved, training: Option<Training>, y: Storage) -> Result<Tensor> {
+    /// The output tensor of a forward of `x` whose output is `y`.
+    fn apply(
+        x: Tensor,
+        affine: Option<Affine>,
+        saved: Saved,
+        training: Option<Training>,
+        y: Storage,
+    ) -> Result<Tensor> {
         if !saved.pass().is_tracked() {
-            return Ok(untracked(y, saved.pass().x().shape()));
+            return Ok(untracked(y, x.shape()));
         }
-        let (x, affine) = (saved.pass().x().clone(), saved.pass().affine().cloned());
         let op = Self {
             output: Computed::new(y, x.shape()),
             saved: Arc::new(saved),

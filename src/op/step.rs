@@ -12,6 +12,7 @@
 use super::probe;
 use crate::config::PhiStep;
 use crate::device::pass::Pass;
+use crate::device::pick::DeviceKind;
 use crate::device::{Announcement, Env, Evaluation, Gradients, Nu, Outputs, Saved};
 use crate::loss_scale::LossScale;
 use crate::mode::Purpose;
@@ -41,14 +42,19 @@ pub(crate) struct Training {
 
 /// Runs a training forward, which moves ψ² and t. What the backward needs is returned with the
 /// outputs: the training only if the forward counted as a step.
-pub(super) fn forward(pass: Pass, step: Step) -> Result<(Saved, Option<Training>, Outputs)> {
+pub(super) fn forward(
+    device: &DeviceKind,
+    mut pass: Pass,
+    step: Step,
+) -> Result<(Saved, Option<Training>, Outputs)> {
     let Step { training, turn } = step;
     probe::training_forward(&training.state, pass.has_exact_gradients())?;
     let mut env = StepEnv::new(&training, turn);
-    let (record, outputs) = pass.forward(&mut env)?;
+    let (record, outputs) = device.forward(&mut pass, &mut env)?;
     let counted = env.counted;
     drop(env);
-    Ok((pass.saved(record), counted.then_some(training), outputs))
+    let saved = Saved::new(pass, record);
+    Ok((saved, counted.then_some(training), outputs))
 }
 
 /// Runs a backward from `dy`, the gradient of the output. It moves ν if the forward counted as a
@@ -146,9 +152,9 @@ mod tests {
     use super::*;
     use crate::config::{ForwardKind, PowerNormConfig, Recipe};
     use crate::device::pass::Channels;
-    use crate::device::pick::DeviceKind;
     use crate::ranks::{Communicator, Ranks};
     use candle::{DType, Device};
+    use std::borrow::Cow;
 
     const CPU: &Device = &Device::Cpu;
 
@@ -294,10 +300,10 @@ mod tests {
                 eps: 1e-5,
                 groups: None,
             };
-            let pass = Pass::of_channels(&DeviceKind::Cpu, "test", &xs, None, channels)?;
+            let pass = Pass::of_channels("test", Cow::Borrowed(&xs), None, channels)?;
             let training = training(&state, Purpose::Training);
             let turn = None;
-            let (_, training, _) = forward(pass, Step { training, turn })?;
+            let (_, training, _) = forward(&DeviceKind::Cpu, pass, Step { training, turn })?;
             assert_eq!(training.is_some(), rows > 0);
         }
         assert_eq!(state.steps()?, 5);

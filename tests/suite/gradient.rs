@@ -263,3 +263,69 @@ fn a_gradient_s_gradient_is_rejected_where_candle_would_take_it() {
     let (passed, text) = run_with(KEEP_GRAPHS, "1", &["gradient::a_gradient_has_no_gradient"]);
     assert!(passed, "{text}");
 }
+
+/// How many tensors candle has made so far: their ids are counted, and `Debug` shows them.
+fn tensors_so_far() -> usize {
+    let id = format!("{:?}", Tensor::new(0f32, &CPU).unwrap().id());
+    let digits: String = id.chars().filter(char::is_ascii_digit).collect();
+    digits.parse().unwrap()
+}
+
+/// How many tensors a backward from Σ y·dy makes.
+fn tensors_of_backward(y: &Tensor, dy: &Tensor) -> usize {
+    let loss = (y * dy).unwrap().sum_all().unwrap();
+    let before = tensors_so_far();
+    loss.backward().unwrap();
+    tensors_so_far() - before
+}
+
+/// A transposed input costs a backward what a transposition costs, and no copy: that would be a node
+/// of candle's graph, which fills a gradient with zeros and adds the layer's gradient to it.
+///
+/// Ids are counted in the whole process, so this only counts where it has a process of its own.
+#[test]
+fn a_transposed_input_adds_one_node() {
+    if std::env::var_os(COUNTS_TENSORS).is_none() {
+        return;
+    }
+    let mut data = Data::new(61);
+    let mut rows = || {
+        let values = data.normal(36);
+        Var::from_tensor(&data.tensor(&values, &[6, 6], DType::F64)).unwrap()
+    };
+    let (xs, residual, dy) = (rows(), rows(), rows().as_detached_tensor());
+    let (norm, _) = layer(6, 1e-5.into(), DType::F64);
+    let weight = Var::ones(6, DType::F64, &CPU).unwrap();
+    let rms_norm = RmsNorm::new(weight.as_tensor().clone(), 1e-5);
+    let scaling = GroupScaling::new(2, 1e-5).unwrap();
+    type Forward<'a> = &'a dyn Fn(&Tensor) -> candle::Result<Tensor>;
+    let forwards: [(&str, Forward); 6] = [
+        ("power_norm", &|xs| norm.forward_t(xs, true)),
+        ("power_norm in evaluation", &|xs| norm.forward_t(xs, false)),
+        ("rms_norm", &|xs| rms_norm.forward(xs)),
+        ("group_scaling", &|xs| scaling.forward(xs)),
+        ("input", &|xs| {
+            Ok(rms_norm.forward_residual(xs, &residual)?.0)
+        }),
+        ("residual", &|xs| {
+            Ok(rms_norm.forward_residual(&residual, xs)?.0)
+        }),
+    ];
+    let count = |forward: Forward| {
+        let of = |xs: &Tensor| tensors_of_backward(&forward(xs).unwrap(), &dy);
+        of(&xs.t().unwrap()) - of(&xs)
+    };
+    let of_transposition = count(&|xs| xs * 2.);
+    for (name, forward) in forwards {
+        assert_eq!(count(forward), of_transposition, "{name}");
+    }
+}
+
+const COUNTS_TENSORS: &str = "CANDLE_POWERNORM_TEST_COUNTS_TENSORS";
+
+#[test]
+fn no_copy_of_an_input_is_in_the_graph() {
+    let test = "gradient::a_transposed_input_adds_one_node";
+    let (passed, text) = run_with(COUNTS_TENSORS, "1", &[test]);
+    assert!(passed, "{text}");
+}

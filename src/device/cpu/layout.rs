@@ -10,7 +10,7 @@
 //! narrow(2, 2, 2)           1 block of 12 rows, 6 apart, from element 2
 //! narrow(1, 1, 2)           3 blocks of 2 rows, 6 apart, from elements 6, 30 and 54
 //! transpose(0, 1)           4 blocks of 3 rows, 24 apart, from elements 0, 6, 12 and 18
-//! transpose(1, 2)           no matrix: elements of a row are 6 apart, so `readable` copies it
+//! transpose(1, 2)           no matrix: elements of a row are 6 apart, so it is copied
 //! ```
 //!
 //! The queries of a packed projection, `[tokens, 3 C]`, are one block like the second of these, and
@@ -222,11 +222,11 @@ pub(super) fn storage<T: Element>(values: Vec<T>) -> Storage {
     Storage::Cpu(T::to_cpu_storage_owned(values))
 }
 
-/// Returns rows in a layout that [`matrix`] reads, copied if need be.
-pub(in crate::device) fn readable(rows: &Tensor) -> Result<Tensor> {
+/// A copy of rows that [`matrix`] does not read where they are.
+pub(super) fn copied(rows: &Tensor) -> Result<Option<Tensor>> {
     match has_adjacent_elements(rows.layout()) {
-        true => Ok(rows.clone()),
-        false => rows.contiguous(),
+        true => Ok(None),
+        false => rows.detach().contiguous().map(Some),
     }
 }
 
@@ -284,7 +284,7 @@ fn row_blocks(layout: &Layout) -> Option<Blocks> {
     })
 }
 
-/// The rows of a tensor that is [`readable`].
+/// The rows of a tensor that [`copied`] leaves where it is.
 #[inline]
 pub(super) fn matrix<'a, T: WithDType>(
     storage: &'a Storage,
@@ -492,7 +492,7 @@ mod tests {
         Ok(())
     }
 
-    /// `readable` copies the views whose rows cannot be read where they are, and no others.
+    /// The views whose rows cannot be read where they are are copied, and no others.
     #[test]
     fn readable_views_have_adjacent_elements() -> Result<()> {
         let base = Tensor::zeros((3, 4, 1, 6), DType::F32, &Device::Cpu)?;
@@ -507,7 +507,7 @@ mod tests {
         }
         views.push(base.narrow(3, 2, 1)?.broadcast_as((2, 3, 4, 1, 6))?);
         for view in views {
-            let read = readable(&view)?;
+            let read = copied(&view)?.unwrap_or_else(|| view.clone());
             assert!(row_blocks(read.layout()).is_some(), "{read:?}");
             let in_place = row_blocks(view.layout()).is_some();
             assert_eq!(read.stride() == view.stride(), in_place, "{view:?}");
@@ -530,7 +530,7 @@ mod tests {
             (base.narrow(0, 1, 1)?.broadcast_as((5, 4))?, true),
             (base.narrow(1, 1, 1)?.broadcast_as((3, 5))?, false),
         ] {
-            let read = readable(&view)?;
+            let read = copied(&view)?.unwrap_or_else(|| view.clone());
             let is_same = read.stride() == view.stride()
                 && read.layout().start_offset() == view.layout().start_offset();
             assert_eq!(is_same, in_place, "{:?}", view.layout());

@@ -31,7 +31,6 @@ mod step;
 
 pub(crate) use folded::Folded;
 pub(super) use gelu::gelu;
-pub(super) use layout::readable;
 pub(super) use step::{evaluate, forward};
 
 /// Rejects unknown values of the environment variables that a CPU reads.

@@ -86,7 +86,7 @@ fn normalize_of<T: Chunks>(
     sum: Option<&Storage>,
     coefficients: &Coefficients,
 ) -> Result<Outputs> {
-    let residual = pass.residual.as_ref().filter(|_| sum.is_none());
+    let residual = pass.residual().filter(|_| sum.is_none());
     with_rows::<T, _>(pass, residual, pass.keep.as_ref(), |rows| {
         let of_sum = match sum {
             Some(sum) => Some(rows.of_sum(on_cpu(sum)?.as_slice()?)),
@@ -110,7 +110,7 @@ pub(super) fn forward(pass: &Pass, coefficients: Option<&Coefficients>) -> Resul
 }
 
 fn forward_of<T: Chunks>(pass: &Pass, coefficients: Option<&Coefficients>) -> Result<Walked> {
-    with_rows::<T, _>(pass, pass.residual.as_ref(), pass.keep.as_ref(), |rows| {
+    with_rows::<T, _>(pass, pass.residual(), pass.keep.as_ref(), |rows| {
         let walk = |coefficients: Option<[&[T::Acc]; 2]>| {
             let (written, sums) = run::forward(rows, coefficients, true);
             let squares = sums.map(|sums| match &written.residual_out {
@@ -191,7 +191,7 @@ fn with_coefficients<T: Chunks, R>(
             run([&first, &second])
         }
         Coefficients::Parameters => {
-            let offset = pass.affine.as_ref().map_or(0., |affine| affine.offset);
+            let offset = pass.affine().map_or(0., |affine| affine.offset);
             let weight = pass.weight().map(Tensor::storage_and_layout);
             let locked = second.map(Tensor::storage_and_layout);
             let cols = rows.cols();

@@ -14,12 +14,12 @@
 //! `rows.rs` knows.
 
 use super::convert::overflowed;
-use super::layout::{channels, set_channels};
+use super::layout::{channels, copied, set_channels};
 use super::row::BackwardSums;
 use super::rows::{self, BatchSquares, Coefficients, MeanSquares};
 use crate::config::{ForwardKind, PhiStep};
 use crate::device::pass::{Affine, Pass, RowNorm};
-use crate::device::{Env, Gradients, Nu, Outputs, Record, Wanted, sums_dtype};
+use crate::device::{Env, Gradients, Nu, Outputs, Record, sums_dtype};
 use candle::op::BackpropOp;
 use candle::{DType, Device, Result, Storage, Tensor, Var};
 
@@ -42,7 +42,8 @@ struct BatchStatistics {
 }
 
 /// Runs a forward that moves nothing.
-pub(in crate::device) fn evaluate(pass: &Pass) -> Result<(Box<dyn Record>, Outputs)> {
+pub(in crate::device) fn evaluate(pass: &mut Pass) -> Result<(Box<dyn Record>, Outputs)> {
+    pass.lay_out(copied)?;
     let Some(phi) = &pass.phi else {
         let outputs = rows::normalize(pass, None, &Coefficients::Parameters)?;
         return Ok((Box::new(Alone), outputs));
@@ -57,20 +58,15 @@ pub(in crate::device) fn evaluate(pass: &Pass) -> Result<(Box<dyn Record>, Outpu
 struct Alone;
 
 impl Record for Alone {
-    fn backward(
-        &self,
-        pass: &Pass,
-        dy: &Tensor,
-        wanted: Wanted,
-        _: &mut dyn Env,
-    ) -> Result<Gradients> {
+    fn backward(&self, pass: &Pass, dy: &Tensor, _: &mut dyn Env) -> Result<Gradients> {
+        let (dy, wanted) = (&*pass.lay_out_dy(dy, copied)?, pass.wanted);
         let sums = sums_for(wanted.weight, wanted.bias);
         // LayerNorm's rows have no sums without dx.
         let is_centred = matches!(pass.norm, RowNorm::Centred { .. });
         let needs_dx = wanted.input || (is_centred && sums != BackwardSums::None);
         let coefficients = needs_dx.then_some(&Coefficients::Parameters);
         let (dx, of_parameters) = rows::backward(pass, dy, coefficients, sums)?;
-        gradients(pass, wanted, dx, of_parameters)
+        gradients(pass, dx, of_parameters)
     }
 }
 
@@ -86,10 +82,10 @@ fn sums_for(dy_x: bool, dy: bool) -> BackwardSums {
 /// Gradients that are wanted, from those of the rows, the weight and the bias.
 fn gradients(
     pass: &Pass,
-    wanted: Wanted,
     dx: Option<Storage>,
     [dweight, dbias]: [Vec<f64>; 2],
 ) -> Result<Gradients> {
+    let wanted = pass.wanted;
     let gradient = |values: &[f64], of: Option<&Tensor>, wanted: bool| match of {
         Some(of) if wanted => {
             let values = Tensor::from_slice(values, pass.cols(), of.device())?;
@@ -109,9 +105,10 @@ fn gradients(
 
 /// Runs a training forward.
 pub(in crate::device) fn forward(
-    pass: &Pass,
+    pass: &mut Pass,
     env: &mut dyn Env,
 ) -> Result<(Box<dyn Record>, Outputs)> {
+    pass.lay_out(copied)?;
     let by_batch = pass.kind == ForwardKind::BatchStatistic;
     let Some(phi) = &pass.phi else {
         unreachable!("a training forward has ψ²")
@@ -174,15 +171,10 @@ pub(in crate::device) fn forward(
 }
 
 impl Record for Forwarded {
-    fn backward(
-        &self,
-        pass: &Pass,
-        dy: &Tensor,
-        wanted: Wanted,
-        env: &mut dyn Env,
-    ) -> Result<Gradients> {
+    fn backward(&self, pass: &Pass, dy: &Tensor, env: &mut dyn Env) -> Result<Gradients> {
+        let (dy, wanted) = (&*pass.lay_out_dy(dy, copied)?, pass.wanted);
         let exact = self.batch.is_some() && pass.recipe.is_exact(pass.kind);
-        let weight = pass.affine.as_ref().map(weights).transpose()?;
+        let weight = pass.affine().map(weights).transpose()?;
         let weight = weight.as_deref();
 
         // Σ dy x̃, Σ dy, and dx with ν (Eq. 12), or without a correction in evaluation. Under
@@ -222,7 +214,7 @@ impl Record for Forwarded {
         for (dy_x, d) in dy_x.iter_mut().zip(&self.inv_d) {
             *dy_x *= d;
         }
-        gradients(pass, wanted, dx, [dy_x, dbias])
+        gradients(pass, dx, [dy_x, dbias])
     }
 }
 
@@ -287,7 +279,7 @@ fn exchange_squares(local: BatchSquares, env: &mut dyn Env) -> Result<BatchSquar
 
 /// Gain and shift of `y = gain ⊙ X̃ + shift`: γ/D and β.
 fn output_coefficients(pass: &Pass, inv_d: &[f64]) -> Result<Coefficients> {
-    let gain = output_gain(pass.affine.as_ref(), inv_d)?;
+    let gain = output_gain(pass.affine(), inv_d)?;
     let shift = match pass.bias() {
         Some(bias) => channels(bias)?,
         None => vec![0.; gain.len()],
@@ -391,11 +383,11 @@ fn holds(var: &Var, value: f64) -> bool {
 mod tests {
     use super::*;
     use crate::config::{Recipe, Shares};
-    use crate::device::Announcement;
     use crate::device::cpu::layout::on_cpu;
     use crate::device::pass::Channels;
-    use crate::device::pick::DeviceKind;
+    use crate::device::{Announcement, Wanted};
     use candle::WithDType;
+    use std::borrow::Cow;
 
     /// The state and the other ranks of a pass.
     struct Outside {
@@ -462,7 +454,7 @@ mod tests {
     }
 
     /// A pass over rows of one channel, with γ = 3 and β = 1, and an ε that no result shows.
-    fn pass(x: &[f64], kind: ForwardKind, recipe: Recipe) -> Result<Pass> {
+    fn pass(x: &[f64], kind: ForwardKind, recipe: Recipe) -> Result<Pass<'static>> {
         let tensor = |values: &[f64]| Tensor::from_slice(values, values.len(), &Device::Cpu);
         let affine = Affine::new(tensor(&[3.])?, Some(tensor(&[1.])?));
         let channels = Channels {
@@ -473,7 +465,10 @@ mod tests {
             groups: None,
         };
         let x = tensor(x)?.unsqueeze(1)?;
-        Pass::of_channels(&DeviceKind::Cpu, "test", &x, Some(affine), channels)
+        let affine = Some(Cow::Owned(affine));
+        let mut pass = Pass::of_channels("test", Cow::Owned(x), affine, channels)?;
+        pass.wanted = ALL;
+        Ok(pass)
     }
 
     /// A forward by ψ² of `outside`.
@@ -519,7 +514,7 @@ mod tests {
         assert_close(&values(&outside.phi), &[5.6]);
 
         let dy = Tensor::new(&[[1.], [1.]], &Device::Cpu)?;
-        let gradients = saved.backward(&pass, &dy, ALL, &mut outside)?;
+        let gradients = saved.backward(&pass, &dy, &mut outside)?;
         assert_close(&values(&gradients.input.unwrap()), &[0.75, 1.25]);
         assert_close(&values(&gradients.weight.unwrap()), &[4.]);
         assert_close(&values(&gradients.bias.unwrap()), &[2.]);
@@ -548,7 +543,7 @@ mod tests {
         assert_close(&values(&outside.phi), &[5.6]);
 
         let dy = Tensor::new(&[[1.], [0.]], &Device::Cpu)?;
-        let gradients = saved.backward(&pass, &dy, ALL, &mut outside)?;
+        let gradients = saved.backward(&pass, &dy, &mut outside)?;
         let dx = [(3. - 54. / 20.) / d, -18. / 20. / d];
         assert_close(&values(&gradients.input.unwrap()), &dx);
         assert_close(&values(&outside.ema_gz), &[0.9 * 5. + 9. / d]);
@@ -565,7 +560,7 @@ mod tests {
         let (saved, _) = run_forward(&mut pass, &mut outside)?;
         assert_close(&values(&outside.phi), &[5.6]);
         let dy = Tensor::new(&[[1.], [1.]], &Device::Cpu)?;
-        let gradients = saved.backward(&pass, &dy, ALL, &mut outside)?;
+        let gradients = saved.backward(&pass, &dy, &mut outside)?;
         assert_close(&values(&gradients.weight.unwrap()), &[4.]);
         assert_close(&values(&outside.ema_gz), &[8.5]);
         // Σ x² and the rows, then Σ dy x.
@@ -586,7 +581,7 @@ mod tests {
             }
             let (saved, outputs) = run_forward(&mut pass, &mut outside)?;
             assert_close(&output(&outputs)?, &[10., 4.]);
-            let gradients = saved.backward(&pass, &dy, ALL, &mut outside)?;
+            let gradients = saved.backward(&pass, &dy, &mut outside)?;
             let dx = if kind.is_training() { 0. } else { 1.5 };
             assert_close(&values(&gradients.input.unwrap()), &[dx; 2]);
             assert_eq!(values(&outside.phi), [4.]);
@@ -600,7 +595,8 @@ mod tests {
     fn phi_moves_after_what_can_fail() -> Result<()> {
         for kind in [ForwardKind::BatchStatistic, ForwardKind::RunningStatistic] {
             let mut pass = pass(&[6., 2.], kind, Recipe::Paper)?;
-            pass.affine = Some(Affine::new(Tensor::new(&[3u8], &Device::Cpu)?, None));
+            let affine = Affine::new(Tensor::new(&[3u8], &Device::Cpu)?, None);
+            pass.affine = Some(Cow::Owned(affine));
             let mut outside = Outside::new(4., 5.)?;
             let Err(error) = run_forward(&mut pass, &mut outside) else {
                 panic!("a forward with a weight of U8")
@@ -616,13 +612,13 @@ mod tests {
         let mut pass = pass(&[6., 2.], ForwardKind::RunningStatistic, Recipe::Paper)?;
         let dy = Tensor::new(&[[1.], [1.]], &Device::Cpu)?;
         let mut outside = Outside::new(4., 5.)?;
-        let (saved, _) = run_forward(&mut pass, &mut outside)?;
-        let none = Wanted {
+        pass.wanted = Wanted {
             input: false,
             weight: false,
             bias: false,
         };
-        let gradients = saved.backward(&pass, &dy, none, &mut outside)?;
+        let (saved, _) = run_forward(&mut pass, &mut outside)?;
+        let gradients = saved.backward(&pass, &dy, &mut outside)?;
         assert!(gradients.input.is_none());
         assert!(gradients.weight.is_none() && gradients.bias.is_none());
         // ν moves all the same.
@@ -766,11 +762,13 @@ mod tests {
         let mut pass = pass(&[1.], ForwardKind::Evaluation, Recipe::Paper)?;
         let coefficients = |pass: &Pass| output_coefficients(pass, &[2.]).map(in_f64);
         assert_eq!(coefficients(&pass)?, [[6.], [1.]]);
-        pass.affine = pass.affine.map(|affine| Affine {
-            offset: 0.5,
-            bias: None,
-            ..affine
-        });
+        if let Some(affine) = &mut pass.affine {
+            *affine.to_mut() = Affine {
+                offset: 0.5,
+                bias: None,
+                ..affine.clone().into_owned()
+            };
+        }
         assert_eq!(coefficients(&pass)?, [[7.], [0.]]);
         pass.affine = None;
         assert_eq!(coefficients(&pass)?, [[2.], [0.]]);
@@ -782,7 +780,7 @@ mod tests {
     fn sums_that_overflowed_are_taken_again() -> Result<()> {
         let mut pass = pass(&[], ForwardKind::RunningStatistic, Recipe::Fairseq)?;
         let x = [[2e19f32, 1.], [2e19, 2.], [6e19, 3.]];
-        pass.x = Tensor::new(&x, &Device::Cpu)?;
+        pass.x = Cow::Owned(Tensor::new(&x, &Device::Cpu)?);
         let keep = Tensor::new(&[1u8, 1, 0], &Device::Cpu)?;
         pass.keep = Some(keep);
         let squares = rows::forward(&pass, None)?.squares.unwrap();

@@ -228,26 +228,21 @@ impl Loaded<'_> {
     }
 }
 
-/// Returns rows in a layout that kernels read, copied if need be: packed, from a 16-byte boundary.
-pub(in crate::device) fn readable(rows: &Tensor) -> Result<Tensor> {
-    let rows = rows.contiguous()?;
-    match begins_on_boundary(&rows) {
-        true => Ok(rows),
-        false => rows.force_contiguous(),
+/// A copy of rows that kernels do not read where they are: packed, from a 16-byte boundary.
+pub fn copied(rows: &Tensor) -> Result<Option<Tensor>> {
+    match rows.is_contiguous() && begins_on_boundary(rows) {
+        true => Ok(None),
+        false => rows.detach().force_contiguous().map(Some),
     }
 }
 
-/// Returns the x of a pass that normalizes rows by themselves and has no residual, in a layout that
-/// kernels read, copied if need be. They read some views where they are.
-pub(in crate::device) fn readable_x(
-    kernels: &Kernels,
-    x: &Tensor,
-    norm: RowNorm,
-) -> Result<Tensor> {
+/// The same of the x of a pass that normalizes rows by themselves and has no residual. Kernels read
+/// some views of it.
+pub fn copied_x(kernels: &Kernels, x: &Tensor, norm: RowNorm) -> Result<Option<Tensor>> {
     let has_rows = x.elem_count() > 0;
     match has_rows && begins_on_boundary(x) && kernels.extent(x, norm).is_ok() {
-        true => Ok(x.clone()),
-        false => readable(x),
+        true => Ok(None),
+        false => copied(x),
     }
 }
 

@@ -17,5 +17,5 @@ mod ptx;
 mod step;
 
 pub(crate) use gpu::Kernels;
-pub(super) use gpu::{readable, readable_x, reads_in_place};
+pub(super) use gpu::reads_in_place;
 pub(super) use step::forward;

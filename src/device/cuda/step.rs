@@ -5,7 +5,7 @@
 //! so does a backward. A call that fails before its launches changes nothing.
 #![allow(unsafe_code)] // launches kernels, and allocates what they fill
 
-use super::gpu::{Gpu, Kernels, Loaded, Locks, Uses, reads_in_place};
+use super::gpu::{Gpu, Kernels, Loaded, Locks, Uses, copied, copied_x, reads_in_place};
 use super::params::{
     ANNOUNCED, Address, Announcement, NormalizeBwdParams, NormalizeParams, SumPartialsParams,
     Tiling, UpdateNuParams, UpdatePhiParams, Vector, when,
@@ -13,7 +13,7 @@ use super::params::{
 use super::plan::{LaunchPlan, SavedLayout, Workspace, is_whole_sectors};
 use crate::config::{ForwardKind, PhiStep};
 use crate::device::pass::Pass;
-use crate::device::{self, Env, Gradients, Nu, Outputs, Record, Wanted};
+use crate::device::{self, Env, Gradients, Nu, Outputs, Record};
 use candle::backend::BackendDevice;
 use candle::cuda_backend::cudarc::driver::{CudaSlice, DevicePtr, DevicePtrMut};
 use candle::op::BackpropOp;
@@ -26,9 +26,15 @@ const TOTAL_BYTES: u64 = size_of::<f64>() as u64;
 /// Runs a forward.
 pub(in crate::device) fn forward(
     kernels: &Arc<Kernels>,
-    pass: &Pass,
+    pass: &mut Pass,
     env: &mut dyn Env,
 ) -> Result<(Box<dyn Record>, Outputs)> {
+    let (norm, is_alone) = (pass.norm, pass.phi.is_none() && pass.residual.is_none());
+    pass.lay_out(|rows| match is_alone {
+        true => copied_x(kernels, rows, norm),
+        false => copied(rows),
+    })?;
+    let pass = &*pass;
     let gpu = Gpu::of(pass.x.device(), kernels)?;
     let plan = plan_of(pass, kernels, env.has_ranks())?;
     let trains = plan.kind.is_training();
@@ -98,13 +104,8 @@ struct Forwarded {
 }
 
 impl Record for Forwarded {
-    fn backward(
-        &self,
-        pass: &Pass,
-        dy: &Tensor,
-        wanted: Wanted,
-        env: &mut dyn Env,
-    ) -> Result<Gradients> {
+    fn backward(&self, pass: &Pass, dy: &Tensor, env: &mut dyn Env) -> Result<Gradients> {
+        let (dy, wanted) = (&*pass.lay_out_dy(dy, copied)?, pass.wanted);
         let gpu = &self.gpu;
         let plan = self.plan.of_backward()?;
         let trains = plan.kind.is_training();
@@ -353,7 +354,7 @@ impl Forward<'_> {
         let y = uses.write(y)?.data;
         let residual_out = uses.write(residual_out)?.data;
         let x = uses.read_x(&pass.x, &plan.extent)?;
-        let residual = uses.read_rows(pass.residual.as_ref())?;
+        let residual = uses.read_rows(pass.residual())?;
         let keep = uses.read(pass.keep.as_ref())?;
         let (eps, group_eps) = (pass.eps, plan.extent.group_eps());
         // The first launch adds the residual and writes the sum, which later ones read.
@@ -529,7 +530,7 @@ impl Forward<'_> {
             x: match residual_out {
                 // `launch_rows` has written it.
                 Some(sum) => uses.write(sum)?.data,
-                None => uses.read_rows(&pass.x)?,
+                None => uses.read_rows(pass.x())?,
             },
             y: uses.write(y)?.data,
             weight: uses.read_vector(pass.weight())?,
