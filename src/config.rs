@@ -274,6 +274,7 @@ impl Recipe {
 }
 
 /// Checks an ε in the dtype of the sums, where a value that is fine in f64 may be 0 or infinite.
+#[inline]
 pub(crate) fn validate_eps(layer: &str, eps: f64, dtype: DType) -> Result<()> {
     let used = rounded(eps, dtype);
     if !(used > 0. && used.is_finite()) {
@@ -298,6 +299,7 @@ pub(crate) fn state_dtype(layer: &str, name: &str, dtype: DType) -> Result<DType
 }
 
 /// A setting, rounded to the dtype of the sums.
+#[inline]
 fn rounded(setting: f64, dtype: DType) -> f64 {
     match dtype {
         DType::F64 => setting,

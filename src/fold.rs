@@ -1,6 +1,6 @@
 //! Folding: moves a trained layer's multiply-add into the linear layer after it.
 
-use crate::device::pass::check_device;
+use crate::check::check_device;
 use crate::group_scaling::GroupScaling;
 use crate::layer_norm::LayerNorm;
 use crate::mode::Purpose;

@@ -4,7 +4,6 @@ use crate::config::validate_eps;
 use crate::device::pass::{Pass, RowNorm};
 use crate::op;
 use candle::{DType, Module, Result, Tensor};
-use std::borrow::Cow;
 
 /// The name of the layer in errors.
 const LAYER: &str = "group_scaling";
@@ -89,12 +88,7 @@ impl Module for GroupScaling {
     /// - ε is 0 or infinite in the dtype of the sums.
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
         let (count, eps) = (self.groups, self.eps);
-        let pass = Pass::of_rows(
-            LAYER,
-            Cow::Borrowed(xs),
-            RowNorm::Groups { count, eps },
-            None,
-        )?;
+        let pass = Pass::of_rows(LAYER, xs, RowNorm::Groups { count, eps }, None)?;
         op::normalize(pass, None)
     }
 }

@@ -6,7 +6,6 @@ use crate::device::pass::{Affine, Pass, RowNorm, check_affine};
 use crate::op;
 use candle::{Module, Result, Tensor};
 use candle_nn::{LayerNormConfig, VarBuilder};
-use std::borrow::Cow;
 use std::fmt;
 
 /// The name of the layer in errors.
@@ -142,9 +141,11 @@ impl LayerNorm {
     /// moment and does not follow the variable, so build such a layer in each forward, as
     /// [`RmsNorm::new`](crate::RmsNorm::new) explains.
     pub fn new(weight: Tensor, bias: Tensor, eps: f64) -> Self {
-        let mut layer = Self::new_no_bias(weight, eps);
-        layer.affine.bias = Some(bias);
-        layer
+        Self {
+            affine: Affine::new(weight, Some(bias)),
+            remove_mean: true,
+            eps,
+        }
     }
 
     /// Builds a layer from its weight, `[size]`, without a bias.
@@ -234,9 +235,7 @@ impl LayerNorm {
     /// }
     /// ```
     pub fn forward_residual(&self, xs: &Tensor, residual: &Tensor) -> Result<(Tensor, Tensor)> {
-        let pass = self
-            .pass(LAYER, xs)?
-            .with_residual(Cow::Borrowed(residual))?;
+        let pass = self.pass(LAYER, xs)?.with_residual(residual)?;
         op::add_and_normalize(pass, None)
     }
 
@@ -264,10 +263,7 @@ impl LayerNorm {
             false => None,
         };
         Ok(Self {
-            affine: Affine {
-                offset: if unit_offset { 1. } else { 0. },
-                ..Affine::new(weight, bias)
-            },
+            affine: Affine::new(weight, bias).with_offset(if unit_offset { 1. } else { 0. }),
             remove_mean,
             eps,
         })
@@ -280,8 +276,7 @@ impl LayerNorm {
             true => RowNorm::Centred { eps },
             false => RowNorm::Groups { count: 1, eps },
         };
-        let affine = Some(Cow::Borrowed(&self.affine));
-        Pass::of_rows(name, Cow::Borrowed(xs), norm, affine)
+        Pass::of_rows(name, xs, norm, Some(&self.affine))
     }
 
     /// Checks weight and bias, because the constructors accept any tensors.

@@ -95,11 +95,13 @@
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
 mod builder;
+mod check;
 mod config;
 mod device;
 mod error;
 mod fold;
 mod gradient_check;
+mod group_norm;
 mod group_scaling;
 mod layer_norm;
 mod loss_scale;
@@ -118,6 +120,7 @@ pub use builder::{PowerNormBuilder, power_norm, power_norm_no_bias};
 pub use candle_nn::LayerNormConfig;
 pub use config::{PowerNormConfig, Recipe, Statistics};
 pub use gradient_check::{WrongGradient, check_gradients};
+pub use group_norm::{GroupNorm, group_norm};
 pub use group_scaling::GroupScaling;
 pub use layer_norm::{LayerNorm, layer_norm, layer_norm_1p, layer_norm_no_bias};
 pub use loss_scale::LossScale;

@@ -43,13 +43,12 @@
 //! # Ok(()) }
 //! ```
 
+use crate::check::check_device;
 use crate::config::state_dtype;
-use crate::device::pass::check_device;
 use crate::layer_norm::LayerNorm;
 use crate::op;
 use crate::op::fused::{self, Rotation};
 use candle::{DType, Result, Tensor};
-use std::borrow::Cow;
 
 /// LayerNorm of `xs`, `[.., C]`: `alpha` is γ and `beta` β, `[C]` each. candle_nn's
 /// `ops::layer_norm`, with a backward.
@@ -88,9 +87,7 @@ pub fn add_layer_norm(
 ) -> Result<(Tensor, Tensor)> {
     check("add_layer_norm", xs, alpha, Some(beta))?;
     let layer = LayerNorm::new(alpha.clone(), beta.clone(), eps.into());
-    let pass = layer
-        .pass("add_layer_norm", xs)?
-        .with_residual(Cow::Borrowed(residual))?;
+    let pass = layer.pass("add_layer_norm", xs)?.with_residual(residual)?;
     op::add_and_normalize(pass, None)
 }
 
@@ -107,9 +104,7 @@ pub fn add_rms_norm(
 ) -> Result<(Tensor, Tensor)> {
     check("add_rms_norm", xs, alpha, None)?;
     let layer = LayerNorm::rms_norm(alpha.clone(), eps.into());
-    let pass = layer
-        .pass("add_rms_norm", xs)?
-        .with_residual(Cow::Borrowed(residual))?;
+    let pass = layer.pass("add_rms_norm", xs)?.with_residual(residual)?;
     op::add_and_normalize(pass, None)
 }
 

@@ -1,7 +1,8 @@
 //! PowerNorm: the forward passes and the accessors.
 
+use crate::check::is_computed;
 use crate::config::{ForwardKind, PowerNormConfig, state_dtype};
-use crate::device::pass::{Affine, Channels, Pass, RowNorm, is_computed};
+use crate::device::pass::{Affine, Channels, Pass, RowNorm};
 use crate::device::pick::{DeviceKind, Folded};
 use crate::device::sums_dtype;
 use crate::loss_scale::LossScale;
@@ -12,7 +13,6 @@ use crate::ranks::{Exchange, Member, Ranks};
 use crate::state::{State, same_device};
 use candle::{DType, Module, Result, Tensor};
 use candle_nn::ModuleT;
-use std::borrow::Cow;
 use std::fmt;
 use std::sync::Arc;
 
@@ -131,8 +131,7 @@ impl Module for PowerNorm {
     ///
     /// As in [`PowerNorm::forward_t`].
     fn forward(&self, xs: &Tensor) -> Result<Tensor> {
-        let (pass, step) = self.pass(xs, None, None, self.mode.purpose())?;
-        op::normalize(pass, step)
+        self.run(xs, None, None, self.mode.purpose(), op::normalize)
     }
 }
 
@@ -217,8 +216,7 @@ impl PowerNorm {
     /// # Ok(()) }
     /// ```
     pub fn forward_t(&self, xs: &Tensor, train: bool) -> Result<Tensor> {
-        let (pass, step) = self.pass(xs, None, None, Purpose::of(train))?;
-        op::normalize(pass, step)
+        self.run(xs, None, None, Purpose::of(train), op::normalize)
     }
 
     /// Normalizes `xs`, `[.., size]`, and leaves padding out of the statistics. The layer's
@@ -243,8 +241,7 @@ impl PowerNorm {
         xs: &Tensor,
         keep: impl Into<Option<&'a Tensor>>,
     ) -> Result<Tensor> {
-        let (pass, step) = self.pass(xs, None, keep.into(), self.mode.purpose())?;
-        op::normalize(pass, step)
+        self.run(xs, None, keep.into(), self.mode.purpose(), op::normalize)
     }
 
     /// Adds `residual` to `xs`, and returns the normalized sum and the sum. In a pre-norm
@@ -267,8 +264,7 @@ impl PowerNorm {
         keep: impl Into<Option<&'a Tensor>>,
     ) -> Result<(Tensor, Tensor)> {
         let (residual, purpose) = (Some(residual), self.mode.purpose());
-        let (pass, step) = self.pass(xs, residual, keep.into(), purpose)?;
-        op::add_and_normalize(pass, step)
+        self.run(xs, residual, keep.into(), purpose, op::add_and_normalize)
     }
 
     /// The same layer, which follows `mode` from now on. Give one `Mode` to all layers of a model.
@@ -472,7 +468,7 @@ impl PowerNorm {
 
     /// γ/D and β, with which an evaluation is a normalization of rows by themselves. `None` if a
     /// gradient is tracked, which would be that of γ/D, or if the device or the dtype does not fit.
-    fn folded_affine(&self, xs: &Tensor, residual: Option<&Tensor>) -> Result<Option<Affine>> {
+    fn folded_affine(&self, xs: &Tensor, residual: Option<&Tensor>) -> Result<Option<Arc<Affine>>> {
         let affine = self.affine.as_ref();
         let is_tracked = xs.track_op()
             || residual.is_some_and(Tensor::track_op)
@@ -485,20 +481,20 @@ impl PowerNorm {
             return Ok(None);
         }
         let (phi, dtype) = (self.state.evaluated()?, sums_dtype(xs.dtype()));
-        let gain = (self.folded).gain(phi, affine, self.config().eps, dtype)?;
-        let bias = affine.and_then(|affine| affine.bias.clone());
-        Ok(Some(Affine::new(gain, bias)))
+        (self.folded.affine(phi, affine, self.config().eps, dtype)).map(Some)
     }
 
-    /// The checked pass of a forward and, unless it is an evaluation, its step. The step has the
-    /// turn among the ranks: a turn that is dropped tells the other ranks that this call failed.
-    fn pass<'a>(
-        &'a self,
-        xs: &'a Tensor,
-        residual: Option<&'a Tensor>,
+    /// Calls `run` with the checked pass of a forward and, unless it is an evaluation, its step. The
+    /// step has the turn among the ranks: a turn that is dropped tells the other ranks that this call
+    /// failed.
+    fn run<R>(
+        &self,
+        xs: &Tensor,
+        residual: Option<&Tensor>,
         keep: Option<&Tensor>,
         asked: Purpose,
-    ) -> Result<(Pass<'a>, Option<Step<'a>>)> {
+        run: impl FnOnce(Pass, Option<Step>) -> Result<R>,
+    ) -> Result<R> {
         let (purpose, config) = (self.purpose(asked), self.config());
         let exchange = match purpose {
             Purpose::Evaluation => None,
@@ -509,23 +505,16 @@ impl PowerNorm {
         // Before the checks: if one fails, dropping the turn tells the other ranks.
         let turn = (self.ranks.as_ref().zip(exchange)).map(|(ranks, of)| ranks.turn(of));
 
-        // A step moves ψ² and ν before it has read the rows for the last time, and no call locks the
-        // storage of ψ² twice.
-        let apart = |rows: &'a Tensor| match self.state.owns(rows) {
-            true => rows.force_contiguous().map(Cow::Owned),
-            false => Ok(Cow::Borrowed(rows)),
-        };
         if purpose == Purpose::Evaluation
             && keep.is_none()
             && let Some(affine) = self.folded_affine(xs, residual)?
         {
             let norm = RowNorm::of_groups(config.group_scaling, config.eps);
-            let affine = Some(Cow::Owned(affine));
-            let mut pass = Pass::of_rows(LAYER, apart(xs)?, norm, affine)?;
+            let mut pass = Pass::of_rows(LAYER, xs, norm, Some(&affine))?;
             if let Some(residual) = residual {
-                pass = pass.with_residual(apart(residual)?)?;
+                pass = pass.with_residual(residual)?;
             }
-            return Ok((pass, None));
+            return run(pass.apart_from(self.state.storages()), None);
         }
         let in_place = (self.device).reads_phi_in_place(xs.device(), self.state.device());
         let (phi, step_count) = self.state.begin(in_place)?;
@@ -540,10 +529,9 @@ impl PowerNorm {
             eps: config.eps,
             groups: config.group_scaling,
         };
-        let affine = self.affine.as_ref().map(Cow::Borrowed);
-        let mut pass = Pass::of_channels(LAYER, apart(xs)?, affine, channels)?;
+        let mut pass = Pass::of_channels(LAYER, xs, self.affine.as_ref(), channels)?;
         if let Some(residual) = residual {
-            pass = pass.with_residual(apart(residual)?)?;
+            pass = pass.with_residual(residual)?;
         }
         if let Some(keep) = keep {
             check_rank(keep, pass.x())?;
@@ -560,7 +548,7 @@ impl PowerNorm {
             },
             turn,
         });
-        Ok((pass, step))
+        run(pass.apart_from(self.state.storages()), step)
     }
 }
 
@@ -652,26 +640,28 @@ mod tests {
         Ok(())
     }
 
-    /// The pass of a forward, and the state that it moves.
-    fn pass_of<'a>(
-        layer: &'a PowerNorm,
-        xs: &'a Tensor,
+    /// The training of a forward, and what `get` gets of its pass.
+    fn of_pass<R>(
+        layer: &PowerNorm,
+        xs: &Tensor,
         purpose: Purpose,
-    ) -> Result<(Pass<'a>, Option<Training>)> {
-        let (pass, step) = layer.pass(xs, None, None, purpose)?;
-        assert!(step.as_ref().is_none_or(|step| step.turn.is_none()));
-        Ok((pass, step.map(|step| step.training)))
+        get: impl FnOnce(Pass) -> R,
+    ) -> Result<(R, Option<Training>)> {
+        layer.run(xs, None, None, purpose, |pass, step| {
+            assert!(step.as_ref().is_none_or(|step| step.turn.is_none()));
+            Ok((get(pass), step.map(|step| step.training)))
+        })
     }
 
     #[test]
     fn a_step_has_the_layers_state() -> Result<()> {
         let layer = layer(true)?;
         let xs = Tensor::ones((3, 2), DType::F32, CPU)?;
-        let (_, training) = pass_of(&layer, &xs, Purpose::Training)?;
+        let (_, training) = of_pass(&layer, &xs, Purpose::Training, drop)?;
         let training = training.unwrap();
         assert!(Arc::ptr_eq(&training.state, &layer.state));
         assert_eq!(training.step_count, 4);
-        let (_, training) = pass_of(&layer, &xs, Purpose::Evaluation)?;
+        let (_, training) = of_pass(&layer, &xs, Purpose::Evaluation, drop)?;
         assert!(training.is_none());
         Ok(())
     }
@@ -692,8 +682,8 @@ mod tests {
                 ..Default::default()
             };
             let layer = layer_of(config, true)?;
-            let (pass, _) = pass_of(&layer, &xs, purpose)?;
-            assert_eq!(pass.kind(), expected, "{purpose:?}");
+            let (kind, _) = of_pass(&layer, &xs, purpose, |pass| pass.kind())?;
+            assert_eq!(kind, expected, "{purpose:?}");
         }
         Ok(())
     }
@@ -706,8 +696,11 @@ mod tests {
         let (own, _) = layer.state.begin(true)?;
         let rows = own.reshape((1, 2))?;
         for purpose in [Purpose::Evaluation, Purpose::Training] {
-            let (pass, _) = pass_of(&layer, &rows, purpose)?;
-            assert!(!layer.state.owns(pass.x()), "{purpose:?}");
+            let (owns, _) = of_pass(&layer, &rows, purpose, |mut pass| -> Result<_> {
+                pass.lay_out(|_| Ok(None))?;
+                Ok(layer.state.owns(pass.x()))
+            })?;
+            assert!(!owns?, "{purpose:?}");
         }
         Ok(())
     }

@@ -4,7 +4,6 @@ use crate::layer_norm::LayerNorm;
 use crate::op;
 use candle::{Module, Result, Tensor};
 use candle_nn::{LayerNormConfig, VarBuilder};
-use std::borrow::Cow;
 
 /// Builds an [`RmsNorm`] layer over `size` channels from the tensors of `vb`, by the same call as
 /// candle's `rms_norm`.
@@ -151,10 +150,7 @@ impl RmsNorm {
     ///
     /// As in [`forward`](#method.forward), or `residual` has another dtype, shape or device.
     pub fn forward_residual(&self, xs: &Tensor, residual: &Tensor) -> Result<(Tensor, Tensor)> {
-        let pass = self
-            .0
-            .pass(LAYER, xs)?
-            .with_residual(Cow::Borrowed(residual))?;
+        let pass = self.0.pass(LAYER, xs)?.with_residual(residual)?;
         op::add_and_normalize(pass, None)
     }
 

@@ -1,7 +1,7 @@
 //! ψ², ν and t: where they live, how they are read, and how a step moves them.
 
+use crate::check::StorageId;
 use crate::config::{PhiStep, PowerNormConfig, Shares};
-use crate::device::pass::storage_of;
 use crate::error::Error;
 use crate::mode::Purpose;
 use candle::{DType, Device, Result, Storage, Tensor, Var};
@@ -23,6 +23,8 @@ pub(crate) struct State {
     iters: Var,
     /// The group scaling of the steps so far, `[1]`, on the CPU, as [`recorded`] writes it.
     groups: Var,
+    /// The storages of ψ² and ν.
+    storages: [StorageId; 2],
     /// Makes a read-modify-write of the variables whole. Never held while rows run: rayon may start
     /// this layer again on the same stack and deadlock.
     lock: Mutex<Recalibration>,
@@ -101,11 +103,14 @@ impl State {
         };
         // A `VarMap` returns a tensor as it is, on whatever device that is.
         same_device("ema_gz", ema_gz, running_phi.device())?;
+        let running_phi = as_var("running_phi", running_phi, dtype)?;
+        let ema_gz = as_var("ema_gz", ema_gz, dtype)?;
         Ok(Self {
             size,
             config,
-            running_phi: as_var("running_phi", running_phi, dtype)?,
-            ema_gz: as_var("ema_gz", ema_gz, dtype)?,
+            storages: [&running_phi, &ema_gz].map(|var| StorageId::of(var)),
+            running_phi,
+            ema_gz,
             iters: as_var("iters", &on_cpu("iters", iters)?, DType::I64)?,
             groups: as_var("groups", &on_cpu("groups", &groups)?, DType::I64)?,
             lock: Mutex::default(),
@@ -153,10 +158,13 @@ impl State {
 
     /// `true` if `tensor` is a view of the variable of ψ² or ν.
     pub fn owns(&self, tensor: &Tensor) -> bool {
-        let of_tensor = storage_of(tensor);
-        [&self.running_phi, &self.ema_gz]
-            .map(|var| storage_of(var))
-            .contains(&of_tensor)
+        self.storages.contains(&StorageId::of(tensor))
+    }
+
+    /// The storages of ψ² and ν. A step moves these before it has read the rows for the last time,
+    /// and no call locks the storage of ψ² twice.
+    pub fn storages(&self) -> &[StorageId] {
+        &self.storages
     }
 
     pub fn device(&self) -> &Device {
@@ -236,9 +244,8 @@ impl State {
     }
 
     /// ψ² in its variable, for an evaluation that reads it at once. Rejects what [`begin`](Self::begin)
-    /// does.
+    /// does, without the lock: each count is whole, and no step leaves one that is rejected.
     pub fn evaluated(&self) -> Result<&Var> {
-        let _guard = self.lock();
         self.check_groups()?;
         self.steps()?;
         Ok(&self.running_phi)

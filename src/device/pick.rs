@@ -15,6 +15,9 @@ use std::sync::LazyLock;
 /// The environment variable that names a device kind.
 const VARIABLE: &str = "CANDLE_POWERNORM_DEVICE";
 
+/// Its value.
+static NAME: LazyLock<OsString> = LazyLock::new(|| std::env::var_os(VARIABLE).unwrap_or_default());
+
 /// The device of a layer.
 #[derive(Debug, Clone)]
 pub(crate) enum DeviceKind {
@@ -60,27 +63,34 @@ impl DeviceKind {
     /// silently run dozens of candle's operations for each call. That is an error too, unless the
     /// variable asks for it.
     pub fn of(device: &Device) -> Result<Self> {
-        static NAME: LazyLock<OsString> =
-            LazyLock::new(|| std::env::var_os(VARIABLE).unwrap_or_default());
+        static ON_CPU: LazyLock<Option<DeviceKind>> = LazyLock::new(|| DeviceKind::on_cpu().ok());
         match device {
-            Device::Cpu => match NAME.to_str() {
-                Some("") => {
-                    cpu::check_environment()?;
-                    Ok(Self::Cpu)
-                }
-                Some("composed") => Ok(Self::Composed),
-                _ => Err(Error::Environment {
-                    variable: VARIABLE,
-                    expected: "composed",
-                    got: NAME.clone(),
-                }
-                .into()),
+            Device::Cpu => match &*ON_CPU {
+                Some(kind) => Ok(kind.clone()),
+                None => Self::on_cpu(),
             },
             #[cfg(feature = "cuda")]
             Device::Cuda(_) => Ok(Self::Cuda(cuda::Kernels::of(device)?)),
             #[cfg(not(feature = "cuda"))]
             Device::Cuda(_) if *NAME != "composed" => Err(Error::NoKernels.into()),
             _ => Ok(Self::Composed),
+        }
+    }
+
+    /// The device of a layer on a CPU, by the environment.
+    fn on_cpu() -> Result<Self> {
+        match NAME.to_str() {
+            Some("") => {
+                cpu::check_environment()?;
+                Ok(Self::Cpu)
+            }
+            Some("composed") => Ok(Self::Composed),
+            _ => Err(Error::Environment {
+                variable: VARIABLE,
+                expected: "composed",
+                got: NAME.clone(),
+            }
+            .into()),
         }
     }
 

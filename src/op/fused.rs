@@ -6,8 +6,8 @@
 //! forms of candle_nn keep each intermediate result.
 
 use super::{Computed, KEEPS_GRAPH_OF_GRADIENTS, forwards};
+use crate::check::check_device;
 use crate::config::state_dtype;
-use crate::device::pass::check_device;
 use candle::backend::{BackendDevice, BackendStorage};
 use candle::{
     CpuStorage, CudaStorage, CustomOp1, CustomOp3, D, DType, InplaceOp1, Layout, MetalStorage,

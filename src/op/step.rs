@@ -154,7 +154,6 @@ mod tests {
     use crate::device::pass::Channels;
     use crate::ranks::{Communicator, Ranks};
     use candle::{DType, Device};
-    use std::borrow::Cow;
 
     const CPU: &Device = &Device::Cpu;
 
@@ -300,7 +299,7 @@ mod tests {
                 eps: 1e-5,
                 groups: None,
             };
-            let pass = Pass::of_channels("test", Cow::Borrowed(&xs), None, channels)?;
+            let pass = Pass::of_channels("test", &xs, None, channels)?;
             let training = training(&state, Purpose::Training);
             let turn = None;
             let (_, training, _) = forward(&DeviceKind::Cpu, pass, Step { training, turn })?;

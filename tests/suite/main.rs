@@ -19,6 +19,7 @@ mod fused;
 mod golden;
 mod gradient;
 mod gradient_check;
+mod group_norm;
 mod guide;
 mod interchange;
 mod layer;

@@ -25,7 +25,7 @@ use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use num_traits::Float;
 use pulp::Simd;
-use pulp::bytemuck::{cast_slice, cast_slice_mut};
+use pulp::bytemuck::{Pod, cast_slice, cast_slice_mut};
 use std::mem::MaybeUninit;
 
 /// The most elements that are converted at a time: four vectors of 512 bits.
@@ -59,7 +59,7 @@ pub(super) unsafe trait Element: WithDType {
 }
 
 /// A dtype that sums are taken in, with pulp's operations on its vectors under one name for both.
-pub(super) trait Accumulator: Element<Acc = Self> + Float {
+pub(super) trait Accumulator: Element<Acc = Self> + Float + Pod {
     /// As many values as the instructions `S` work on at once.
     type Vector<S: Simd>: Copy;
 

@@ -13,7 +13,7 @@ use candle::{CpuStorage, DType, Device, Result, Tensor};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use pulp::bytemuck::cast_slice;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// The last γ/D of a layer, which its clones share.
 #[derive(Default)]
@@ -23,50 +23,50 @@ struct Kept {
     /// The bits of ψ² and γ.
     phi: Vec<u8>,
     weight: Vec<u8>,
-    gain: Tensor,
+    affine: Arc<Affine>,
 }
 
 impl Folded {
-    /// γ/D in `dtype`, that of the sums. ψ² and the weight are contiguous and on the CPU.
-    pub fn gain(
+    /// γ/D in `dtype`, that of the sums, and β. ψ² and the weight are contiguous and on the CPU.
+    pub fn affine(
         &self,
         phi: &Tensor,
         affine: Option<&Affine>,
         eps: f64,
         dtype: DType,
-    ) -> Result<Tensor> {
+    ) -> Result<Arc<Affine>> {
         let weight = affine.map(|affine| &affine.weight);
         // A panic elsewhere leaves a gain with what it was computed from.
         let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(kept) = &*kept
-            && kept.gain.dtype() == dtype
+            && kept.affine.weight.dtype() == dtype
             && with_bytes(phi, |bytes| bytes == kept.phi)?
             && weight.map_or(Ok(true), |weight| {
                 with_bytes(weight, |bytes| bytes == kept.weight)
             })?
         {
-            return Ok(kept.gain.clone());
+            return Ok(kept.affine.clone());
         }
         // Copies first: γ/D is of them, even if another thread sets the variables meanwhile.
         let copied = affine.map(|affine| -> Result<_> {
             let weight = affine.weight.detach().force_contiguous()?;
-            Ok(Affine {
-                weight,
-                ..affine.clone()
-            })
+            let copied = Affine::new(weight, affine.bias.clone());
+            Ok(copied.with_offset(affine.offset))
         });
         let (phi, affine) = (phi.detach().force_contiguous()?, copied.transpose()?);
         let gain = output_gain(affine.as_ref(), &inverse_roots(&channels(&phi)?, eps))?;
         let gain = Tensor::from_slice(&gain, gain.len(), &Device::Cpu)?.to_dtype(dtype)?;
+        let bias = affine.as_ref().and_then(|affine| affine.bias.clone());
+        let folded = Arc::new(Affine::new(gain, bias));
         *kept = Some(Kept {
             phi: with_bytes(&phi, <[u8]>::to_vec)?,
             weight: match &affine {
                 Some(affine) => with_bytes(&affine.weight, <[u8]>::to_vec)?,
                 None => vec![],
             },
-            gain: gain.clone(),
+            affine: folded.clone(),
         });
-        Ok(gain)
+        Ok(folded)
     }
 }
 
@@ -102,7 +102,10 @@ mod tests {
             let (phi, weight) = (var(0.25)?, var(3.)?);
             let affine = Affine::new(weight.as_detached_tensor(), None);
             let folded = Folded::default();
-            let gain = |dtype| folded.gain(&phi, Some(&affine), 0., dtype);
+            let gain = |dtype| -> Result<_> {
+                let affine = folded.affine(&phi, Some(&affine), 0., dtype)?;
+                Ok(affine.weight.clone())
+            };
             let first = gain(DType::F32)?;
             assert_eq!(first.to_vec1::<f32>()?, [6.]);
             assert_eq!(gain(DType::F32)?.id(), first.id());

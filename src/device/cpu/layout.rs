@@ -20,7 +20,7 @@
 use super::convert::Element;
 use crate::device::pass::{Pass, RowNorm};
 use candle::backend::BackendStorage;
-use candle::{CpuStorage, D, Layout, Result, Storage, Tensor, Var, WithDType};
+use candle::{CpuStorage, Layout, Result, Storage, Tensor, Var, WithDType};
 use half::{bf16, f16};
 
 /// `[rows, cols]`, where the elements of a row are adjacent in memory.
@@ -290,11 +290,10 @@ pub(super) fn matrix<'a, T: WithDType>(
     storage: &'a Storage,
     layout: &Layout,
 ) -> Result<Matrix<'a, T>> {
-    let cols = layout.shape().dim(D::Minus1)?;
-    let (rows, values) = (
-        layout.shape().elem_count() / cols,
-        on_cpu(storage)?.as_slice()?,
-    );
+    let Some((&cols, outer)) = layout.dims().split_last() else {
+        candle::bail!("candle_powernorm: expected rows, got a scalar")
+    };
+    let (rows, values) = (outer.iter().product(), on_cpu(storage)?.as_slice()?);
     if layout.is_contiguous() {
         let packed = Matrix::packed(rows, cols, values);
         let start = layout.start_offset();

@@ -465,9 +465,10 @@ mod tests {
             groups: None,
         };
         let x = tensor(x)?.unsqueeze(1)?;
-        let affine = Some(Cow::Owned(affine));
-        let mut pass = Pass::of_channels("test", Cow::Owned(x), affine, channels)?;
-        pass.wanted = ALL;
+        let pass = Pass::of_channels("test", &x, Some(&affine), channels)?;
+        let phi = pass.phi.clone();
+        let mut pass = pass.into_owned();
+        (pass.phi, pass.wanted) = (phi, ALL);
         Ok(pass)
     }
 
@@ -763,11 +764,7 @@ mod tests {
         let coefficients = |pass: &Pass| output_coefficients(pass, &[2.]).map(in_f64);
         assert_eq!(coefficients(&pass)?, [[6.], [1.]]);
         if let Some(affine) = &mut pass.affine {
-            *affine.to_mut() = Affine {
-                offset: 0.5,
-                bias: None,
-                ..affine.clone().into_owned()
-            };
+            *affine.to_mut() = Affine::new(affine.weight.clone(), None).with_offset(0.5);
         }
         assert_eq!(coefficients(&pass)?, [[7.], [0.]]);
         pass.affine = None;
