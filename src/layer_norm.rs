@@ -270,6 +270,7 @@ impl LayerNorm {
     }
 
     /// The forward of the layer `name`, as which this one was built.
+    #[inline]
     pub(crate) fn pass<'a>(&'a self, name: &'static str, xs: &'a Tensor) -> Result<Pass<'a>> {
         let eps = self.eps;
         let norm = match self.remove_mean {
