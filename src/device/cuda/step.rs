@@ -335,7 +335,7 @@ fn plan_of(pass: &Pass, kernels: &Kernels, has_ranks: bool) -> Result<LaunchPlan
 struct Forward<'a> {
     loaded: &'a Loaded<'a>,
     plan: &'a LaunchPlan,
-    pass: &'a Pass,
+    pass: &'a Pass<'a>,
 }
 
 impl Forward<'_> {
@@ -622,7 +622,7 @@ enum Correction<'a> {
 struct Backward<'a> {
     loaded: &'a Loaded<'a>,
     plan: &'a LaunchPlan,
-    pass: &'a Pass,
+    pass: &'a Pass<'a>,
     dy: &'a Tensor,
     saved: &'a CudaSlice<u8>,
 }
