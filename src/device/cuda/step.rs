@@ -48,7 +48,7 @@ pub(in crate::device) fn forward(
     let output = || unsafe { gpu.storage(pass.x.shape(), pass.x.dtype()) };
     let mut y = output()?;
     let mut residual_out = pass.residual.is_some().then(output).transpose()?;
-    let saves = trains || has_rows && (pass.tracked || plan.has_wide_groups());
+    let saves = trains || has_rows && (pass.is_tracked() || plan.has_wide_groups());
     // SAFETY: each part of the layout is written by the launch that makes it, which comes before
     // the launches that read it: `launch_rows` (or `launch_inv_d`), `update_phi`.
     let saved = saves.then(|| unsafe { gpu.room(plan.saved(0).end) });
