@@ -74,17 +74,21 @@ fn group_norm_is_its_definition() -> Result<()> {
     Ok(())
 }
 
-/// Output and gradients, in the input's dtype. Candle's intermediate results are rounded in other
-/// places, and its sums of gradients too.
+/// Output and gradients, in the input's dtype. candle's layer takes three dimensions, and its
+/// backward finds no variable behind an empty batch. Its intermediate results are rounded in other
+/// places: the bounds are 20 to 50 times the unit roundoff.
 #[test]
 fn group_norm_is_candle_s() -> Result<()> {
     for (dtype, bound) in [
-        (DType::F64, 1e-12),
-        (DType::F32, 2e-5),
+        (DType::F64, 1e-14),
+        (DType::F32, 3e-6),
         (DType::BF16, 0.1),
         (DType::F16, 0.02),
     ] {
-        for (shape, groups) in SHAPES.into_iter().filter(|(shape, _)| shape.len() > 2) {
+        for (shape, groups) in SHAPES
+            .into_iter()
+            .filter(|(shape, _)| shape.len() > 2 && shape[0] > 0)
+        {
             let vars = random(shape, dtype)?;
             let [xs, weight, bias] = &vars;
             let ours = layer(weight, bias, groups)?;
@@ -104,7 +108,10 @@ fn group_norm_is_candle_s() -> Result<()> {
             let [ours, theirs] = [ours, theirs].map(|ys| (ys * &dy)?.sum_all()?.backward());
             let (ours, theirs) = (ours?, theirs?);
             for var in &vars {
-                let [ours, theirs] = [&ours, &theirs].map(|of| in_f64(of.get(var).unwrap()));
+                let gradients = [&ours, &theirs].map(|of| of.get(var).map(in_f64));
+                let [Some(ours), Some(theirs)] = gradients else {
+                    panic!("{dtype:?} {shape:?}: {gradients:?}")
+                };
                 assert_near(&ours?, &theirs?, bound * 4.);
             }
         }
