@@ -287,6 +287,7 @@ impl<'a> Pass<'a> {
     /// lock in one thread deadlocks once a writer is waiting.
     ///
     /// Copies are without a graph: gradients go straight to the caller's tensors.
+    #[inline]
     pub(crate) fn lay_out(
         &mut self,
         copied: impl Fn(&Tensor) -> Result<Option<Tensor>>,

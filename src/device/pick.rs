@@ -39,6 +39,14 @@ impl DeviceKind {
         }
     }
 
+    /// The outputs of such a forward, if no backward follows.
+    pub fn normalize(&self, pass: &mut Pass) -> Result<Outputs> {
+        match self {
+            Self::Cpu => cpu::normalize(pass),
+            _ => Ok(self.evaluate(pass)?.1),
+        }
+    }
+
     /// Runs a training forward, which moves ψ².
     pub fn forward(
         &self,

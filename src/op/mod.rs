@@ -27,7 +27,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// Returns the normalized rows of a pass without a residual.
 pub(crate) fn normalize(mut pass: Pass, step: Option<Step>) -> Result<Tensor> {
     if step.is_none() && !pass.is_tracked() {
-        let (_, outputs) = DeviceKind::of(pass.x().device())?.evaluate(&mut pass)?;
+        let outputs = DeviceKind::of(pass.x().device())?.normalize(&mut pass)?;
         return Ok(untracked(outputs.y, pass.x().shape()));
     }
     // The graph has the caller's tensors, and the device may read copies of them.

@@ -31,7 +31,7 @@ mod step;
 
 pub(crate) use folded::Folded;
 pub(super) use gelu::gelu;
-pub(super) use step::{evaluate, forward};
+pub(super) use step::{evaluate, forward, normalize};
 
 /// Rejects unknown values of the environment variables that a CPU reads.
 pub(super) fn check_environment() -> candle::Result<()> {

@@ -41,17 +41,34 @@ struct BatchStatistics {
     rows: f64,
 }
 
-/// Runs a forward that moves nothing.
+/// The outputs of a forward that moves nothing.
+pub(in crate::device) fn normalize(pass: &mut Pass) -> Result<Outputs> {
+    if pass.phi.is_some() {
+        return Ok(by_statistic(pass)?.1);
+    }
+    pass.lay_out(copied)?;
+    rows::normalize(pass, None, &Coefficients::Parameters)
+}
+
+/// The same, and what a backward needs.
 pub(in crate::device) fn evaluate(pass: &mut Pass) -> Result<(Box<dyn Record>, Outputs)> {
+    if pass.phi.is_none() {
+        return Ok((Box::new(Alone), normalize(pass)?));
+    }
+    let (forwarded, outputs) = by_statistic(pass)?;
+    Ok((Box::new(forwarded), outputs))
+}
+
+/// An evaluation of PowerNorm.
+fn by_statistic(pass: &mut Pass) -> Result<(Forwarded, Outputs)> {
     pass.lay_out(copied)?;
     let Some(phi) = &pass.phi else {
-        let outputs = rows::normalize(pass, None, &Coefficients::Parameters)?;
-        return Ok((Box::new(Alone), outputs));
+        unreachable!("an evaluation of PowerNorm has ψ²")
     };
     let inv_d = inverse_roots(&channels(phi)?, pass.eps);
     let coefficients = output_coefficients(pass, &inv_d)?;
     let outputs = rows::normalize(pass, None, &coefficients)?;
-    Ok((Box::new(Forwarded { inv_d, batch: None }), outputs))
+    Ok((Forwarded { inv_d, batch: None }, outputs))
 }
 
 /// The record of rows that are normalized by themselves alone: D is 1.

@@ -283,7 +283,7 @@ fn unloadable(device: &CudaDevice, kernel: String, error: &candle::Error) -> can
 /// candle's lock is fair: once a writer waits, such as an optimizer in `Var::set`, new readers block.
 /// So that threads cannot wait for each other in a circle, every call locks in one order: arrays of
 /// rows, weight, bias, and last ψ² or ν, which a step locks for writing. No call locks a storage
-/// twice, because a [`Pass`](crate::device::pass::Pass) has none twice.
+/// twice, because [`Pass::lay_out`](crate::device::pass::Pass::lay_out) leaves none twice.
 ///
 /// A [`Uses`] borrows from the storages while it locks further ones. So each storage has a cell of
 /// its own: a cell is filled through a shared reference, and never moves.

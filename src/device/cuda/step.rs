@@ -617,8 +617,8 @@ enum Correction<'a> {
     Lambda,
 }
 
-/// The launches of a backward, which hold buffers as a forward's launches do. `dy` is as `x` of the
-/// pass, by the promise of [`Record`].
+/// The launches of a backward, which hold buffers as a forward's launches do. `dy` has the shape and
+/// dtype of `x` of the pass, by the promise of [`Record`], and is packed: `copied` has seen to it.
 struct Backward<'a> {
     loaded: &'a Loaded<'a>,
     plan: &'a LaunchPlan,
