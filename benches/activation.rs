@@ -1,4 +1,4 @@
-//! GELU of a feed-forward layer, beside candle's.
+//! Activations of a feed-forward layer: this crate's GELUs beside candle's, and candle's others.
 //!
 //! ```text
 //! MIMALLOC_PURGE_DELAY=-1 cargo bench --bench activation       # a minute
@@ -8,12 +8,12 @@
 //!
 //! 1024 tokens of 1024 features, as the hidden layer of a model of 256 channels has.
 //!
-//! Ids are `pass/contender/gelu/dtype/place`. `activation_forward` is a forward of a variable, and
+//! Ids are `pass/contender/activation/dtype/place`. `activation_forward` is a forward of a variable, and
 //! `activation_step` a forward and `Tensor::backward`. Throughput counts the bytes that must move:
 //! two arrays of the input's size in a forward, and five in a step.
 //!
-//! - `ours`: `ops::gelu` of this crate.
-//! - `candle`: `Tensor::gelu`.
+//! - `ours`: `ops::gelu` and `ops::gelu_erf` of this crate.
+//! - `candle`: `Tensor::gelu`, `gelu_erf`, `silu` and `relu`.
 
 #[path = "common/places.rs"]
 mod places;
@@ -35,16 +35,28 @@ const FEATURES: usize = 1024;
 
 type Forward = fn(&Tensor) -> Result<Tensor>;
 
-const CONTENDERS: [(&str, Forward); 2] = [("ours", ops::gelu), ("candle", Tensor::gelu)];
+const CONTENDERS: [(&str, Forward); 6] = [
+    ("ours/gelu", ops::gelu),
+    ("candle/gelu", Tensor::gelu),
+    ("ours/gelu_erf", ops::gelu_erf),
+    ("candle/gelu_erf", Tensor::gelu_erf),
+    ("candle/silu", Tensor::silu),
+    ("candle/relu", Tensor::relu),
+];
 
 fn input(tokens: usize, dtype: DType, device: &Device) -> Result<Var> {
     let xs = Tensor::randn(0f32, 2., (tokens, FEATURES), device)?.to_dtype(dtype)?;
-    // Both compute the same up to rounding. If not, their speed means nothing.
-    let [ours, candle] = CONTENDERS.map(|(_, gelu)| gelu(&xs)?.to_dtype(DType::F32));
-    let error = (ours? - candle?)?.abs()?.max_all()?.to_scalar::<f32>()?;
-    // A few roundings of values up to 10, in bf16.
-    if error > 0.125 {
-        candle::bail!("a difference of {error}: nothing to time")
+    // This crate's compute what candle's do, up to rounding. If not, their speed means nothing.
+    for (ours, candle) in [
+        (ops::gelu as Forward, Tensor::gelu as Forward),
+        (ops::gelu_erf, Tensor::gelu_erf),
+    ] {
+        let [ours, candle] = [ours, candle].map(|gelu| gelu(&xs)?.to_dtype(DType::F32));
+        let error = (ours? - candle?)?.abs()?.max_all()?.to_scalar::<f32>()?;
+        // A few roundings of values up to 10, in bf16.
+        if error > 0.125 {
+            candle::bail!("a difference of {error}: nothing to time")
+        }
     }
     Var::from_tensor(&xs)
 }
@@ -75,7 +87,7 @@ fn bench(criterion: &mut Criterion, is_test: bool) -> Result<()> {
                 ("activation_step", true, 5),
             ] {
                 for (name, forward) in CONTENDERS {
-                    let id = format!("{name}/gelu/{}/{}", dtype.as_str(), place.name);
+                    let id = format!("{name}/{}/{}", dtype.as_str(), place.name);
                     let mut group = criterion.benchmark_group(pass);
                     group.throughput(Throughput::Bytes((arrays * bytes) as u64));
                     group.bench_function(id, |bencher| {

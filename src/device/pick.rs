@@ -1,6 +1,6 @@
 //! Picks a layer's device, and has it run a forward.
 
-pub(crate) use super::cpu::Folded;
+pub(crate) use super::cpu::{Curve, Folded};
 #[cfg(feature = "cuda")]
 use super::cuda;
 use super::pass::Pass;
@@ -130,10 +130,10 @@ impl DeviceKind {
 
 /// GELU of `[x]`, or its gradient of `[x, dy]`, in one pass; `None` on a device where candle's
 /// operations are to compute it.
-pub(crate) fn gelu<const N: usize>(arrays: [&Tensor; N]) -> Result<Option<Tensor>> {
+pub(crate) fn gelu(curve: Curve, arrays: &[&Tensor]) -> Result<Option<Tensor>> {
     match arrays[0].device() {
         device @ Device::Cpu if matches!(DeviceKind::of(device)?, DeviceKind::Cpu) => {
-            cpu::gelu(arrays).map(Some)
+            cpu::gelu(curve, arrays).map(Some)
         }
         _ => Ok(None),
     }

@@ -1,4 +1,4 @@
-//! candle's `gelu` as an op with a backward in one pass.
+//! candle's `gelu` and `gelu_erf` as ops with a backward in one pass.
 
 use super::fused::graph_of_gradients;
 use super::{Computed, KEEPS_GRAPH_OF_GRADIENTS, forwards};
@@ -6,35 +6,78 @@ use crate::config::state_dtype;
 use crate::device::pick;
 use candle::{CustomOp1, DType, Result, Tensor};
 use candle_nn::ops::sigmoid;
+use std::f64::consts::PI;
 
-const NAME: &str = "gelu";
+pub(crate) use pick::Curve;
 
-/// GELU of a tensor of any layout.
-pub(crate) fn gelu(xs: &Tensor) -> Result<Tensor> {
-    state_dtype(NAME, "xs", xs.dtype())?;
-    if xs.elem_count() == 0 {
-        return Ok(xs.clone());
+impl Curve {
+    /// The name of its function in candle and here.
+    fn name(self) -> &'static str {
+        match self {
+            Self::Tanh => "gelu",
+            Self::Erf => "gelu_erf",
+        }
     }
-    let x = xs.detach();
-    let y = match pick::gelu([&x])? {
-        Some(y) => y,
-        None => x.gelu()?,
-    };
-    match xs.track_op() {
-        true => xs.apply_op1(Gelu {
-            output: Computed::of(y)?,
-        }),
-        false => Ok(y),
+
+    /// GELU of a tensor of any layout.
+    pub(crate) fn apply(self, xs: &Tensor) -> Result<Tensor> {
+        state_dtype(self.name(), "xs", xs.dtype())?;
+        if xs.elem_count() == 0 {
+            return Ok(xs.clone());
+        }
+        let x = xs.detach();
+        let y = match (pick::gelu(self, &[&x])?, self) {
+            (Some(y), _) => y,
+            (None, Self::Tanh) => x.gelu()?,
+            (None, Self::Erf) => x.gelu_erf()?,
+        };
+        match xs.track_op() {
+            true => xs.apply_op1(Gelu {
+                curve: self,
+                output: Computed::of(y)?,
+            }),
+            false => Ok(y),
+        }
+    }
+
+    /// The derivative, in candle's operations.
+    fn slope(self, xs: &Tensor) -> Result<Tensor> {
+        // Beyond, it is 0 or 1, and the cube of a huge x would overflow.
+        let most = match (self, xs.dtype()) {
+            (Self::Tanh, DType::F64) => 22.5,
+            (Self::Tanh, _) => 11.,
+            (Self::Erf, DType::F64) => 39.,
+            (Self::Erf, _) => 15.,
+        };
+        let x = xs.clamp(-most, most)?;
+        let square = x.sqr()?;
+        let slope = match self {
+            // σ(v) (1 + x v′ σ(−v)), where v = 2 √(2/π) (x + 0.044715 x³).
+            Self::Tanh => {
+                let alpha = 2. * (2. / PI).sqrt();
+                let v = (&x * square.affine(alpha * 0.044715, alpha)?)?;
+                let v_slope = (&x * square.affine(alpha * 3. * 0.044715, alpha)?)?;
+                (sigmoid(&v)? * ((v_slope * sigmoid(&v.neg()?)?)? + 1.)?)?
+            }
+            // (1 + erf(x/√2))/2 + x exp(−x²/2)/√(2π).
+            Self::Erf => {
+                let below = (&x * 0.5f64.sqrt())?.erf()?.affine(0.5, 0.5)?;
+                (below + (x * (square * -0.5)?.exp()?)? * (2. * PI).sqrt().recip())?
+            }
+        };
+        // A NaN is clamped to a number on GPUs.
+        xs.eq(xs)?.where_cond(&slope, xs)
     }
 }
 
 struct Gelu {
+    curve: Curve,
     output: Computed,
 }
 
 impl CustomOp1 for Gelu {
     fn name(&self) -> &'static str {
-        NAME
+        self.curve.name()
     }
 
     forwards!(1);
@@ -42,26 +85,12 @@ impl CustomOp1 for Gelu {
     fn bwd(&self, x: &Tensor, _y: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
         // A gradient in a graph is one of candle's operations.
         if !KEEPS_GRAPH_OF_GRADIENTS.with(|keeps| *keeps)
-            && let Some(dx) = pick::gelu([&x.detach(), dy])?
+            && let Some(dx) = pick::gelu(self.curve, &[&x.detach(), dy])?
         {
             return Ok(Some(dx));
         }
-        let (own, dtype) = (x.dtype(), state_dtype(NAME, "xs", x.dtype())?);
-        let dx = (dy.to_dtype(dtype)? * slope(&graph_of_gradients(x).to_dtype(dtype)?)?)?;
-        Ok(Some(dx.to_dtype(own)?))
+        let (own, dtype) = (x.dtype(), state_dtype(self.name(), "xs", x.dtype())?);
+        let slope = self.curve.slope(&graph_of_gradients(x).to_dtype(dtype)?)?;
+        Ok(Some((dy.to_dtype(dtype)? * slope)?.to_dtype(own)?))
     }
-}
-
-/// `σ(v) (1 + x v′ σ(−v))`, where `v = 2 √(2/π) (x + 0.044715 x³)`.
-fn slope(xs: &Tensor) -> Result<Tensor> {
-    // Beyond, σ(v) is 0 or 1, and the cube of a huge x would overflow.
-    let most = if xs.dtype() == DType::F64 { 22.5 } else { 11. };
-    let x = xs.clamp(-most, most)?;
-    let alpha = 2. * (2. / std::f64::consts::PI).sqrt();
-    let square = x.sqr()?;
-    let v = (&x * square.affine(alpha * 0.044715, alpha)?)?;
-    let v_slope = (&x * square.affine(alpha * 3. * 0.044715, alpha)?)?;
-    let slope = (sigmoid(&v)? * ((v_slope * sigmoid(&v.neg()?)?)? + 1.)?)?;
-    // A NaN is clamped to a number on GPUs.
-    xs.eq(xs)?.where_cond(&slope, xs)
 }

@@ -406,17 +406,18 @@ pub fn composed(
     ys.reshape(xs.shape())
 }
 
-/// GELU by its tanh approximation.
+/// A value of GELU.
 pub struct Gelu {
-    /// 2 √(2/π) (x + 0.044715 x³).
+    /// Of the exponential in it: 2 √(2/π) (x + 0.044715 x³), or x²/2 by the error function.
     pub v: f64,
     pub y: f64,
     pub slope: f64,
-    /// The slope's terms with one sign. Its own cancel at x = −0.7525.
+    /// The slope's terms with one sign. Its own cancel near x = −0.752.
     pub terms: f64,
 }
 
-/// With the logistic function in place of `(1 + tanh)/2`, whose digits cancel for negative x.
+/// GELU by its tanh approximation, with the logistic function in place of `(1 + tanh)/2`, whose
+/// digits cancel for negative x.
 pub fn gelu(x: f64) -> Gelu {
     let alpha = 2. * (2. / std::f64::consts::PI).sqrt();
     let v = alpha * x * (1. + 0.044715 * x * x);
@@ -427,5 +428,18 @@ pub fn gelu(x: f64) -> Gelu {
         y: x * sigma,
         slope: sigma * (1. + of_v),
         terms: sigma * (1. + of_v.abs()),
+    }
+}
+
+/// GELU by the error function, with `erfc(-x/√2)` in place of `1 + erf(x/√2)`.
+pub fn gelu_erf(x: f64) -> Gelu {
+    let v = x * x / 2.;
+    let below = candle::cpu::erf::erfc_f64(-x * 0.5f64.sqrt()) / 2.;
+    let of_density = x * (-v).exp() / (2. * std::f64::consts::PI).sqrt();
+    Gelu {
+        v,
+        y: x * below,
+        slope: below + of_density,
+        terms: below + of_density.abs(),
     }
 }

@@ -27,6 +27,7 @@ fn follows_differences(shape: &[usize], f: impl Fn(&Tensor) -> Result<Tensor>) -
 fn gradients_are_the_derivatives() -> Result<()> {
     follows_differences(&[3, 7], ops::softmax_last_dim)?;
     follows_differences(&[3, 7], ops::gelu)?;
+    follows_differences(&[3, 7], ops::gelu_erf)?;
     let angles = tensor(&Data::new(6).normal(4 * 3), &[4, 3], DType::F64);
     let (cos, sin) = (angles.cos()?, angles.sin()?);
     follows_differences(&[2, 2, 4, 6], |xs| ops::rope(xs, &cos, &sin))?;
@@ -59,7 +60,7 @@ fn a_gradient_can_be_differentiated_again() -> Result<()> {
     let penalty = |xs: &Var| -> Result<Tensor> {
         let ys = ops::rope(xs, &angles.cos()?, &angles.sin()?)?;
         let ys = ops::softmax_last_dim(&ys)?;
-        let ys = (ys + ops::gelu(xs)?)?;
+        let ys = ((ys + ops::gelu(xs)?)? + ops::gelu_erf(xs)?)?;
         let gradients = (ys * &weights)?.sum_all()?.backward()?;
         gradients.get(xs).unwrap().sqr()?.sum_all()
     };
@@ -96,7 +97,7 @@ fn a_network_with_gelu_has_right_gradients() -> Result<()> {
     let loss = || {
         let hidden = expand.forward(&xs)?;
         let first = ops::gelu(&hidden.narrow(1, 0, 7)?)?;
-        let rest = ops::gelu(&hidden.narrow(1, 7, 17)?)?;
+        let rest = ops::gelu_erf(&hidden.narrow(1, 7, 17)?)?;
         let ys = project.forward(&Tensor::cat(&[first, rest], 1)?)?;
         norm.forward(&(&xs + ys)?)?.powf(3.)?.mean_all()
     };
@@ -131,11 +132,16 @@ fn what_does_not_fit_is_rejected() -> Result<()> {
         "xs of dtype F32, F64, F16 or BF16, got U32",
     );
 
-    rejected_by(
-        "gelu",
-        ops::gelu(&zeros(&[2, 2], DType::U32)?),
-        "xs of dtype F32, F64, F16 or BF16, got U32",
-    );
+    for (name, gelu) in [
+        ("gelu", ops::gelu as fn(&Tensor) -> _),
+        ("gelu_erf", ops::gelu_erf),
+    ] {
+        rejected_by(
+            name,
+            gelu(&zeros(&[2, 2], DType::U32)?),
+            "xs of dtype F32, F64, F16 or BF16, got U32",
+        );
+    }
 
     let xs = f32(&[2, 3, 5, 8])?;
     let table = f32(&[5, 4])?;

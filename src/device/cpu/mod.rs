@@ -30,6 +30,7 @@ mod run;
 mod step;
 
 pub(crate) use folded::Folded;
+pub(crate) use gelu::Curve;
 pub(super) use gelu::gelu;
 pub(super) use step::{evaluate, forward, normalize};
 
