@@ -28,6 +28,8 @@
 #[cfg(feature = "cuda")]
 #[path = "../tests/common/softgpu.rs"]
 mod softgpu;
+#[path = "common/unused.rs"]
+mod unused;
 
 use candle::{D, DType, Device, Module, Result, Tensor, Var, bail};
 use candle_nn::{Activation, Linear, VarBuilder, VarMap, linear_no_bias, ops};
@@ -481,6 +483,7 @@ fn main() {
     if std::env::args().any(|arg| arg == "launches") {
         return count_launches().unwrap();
     }
+    unused::warn_of_unused(true);
     benches();
     Criterion::default().configure_from_args().final_summary();
 }

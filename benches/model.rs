@@ -5,6 +5,7 @@
 //! cargo bench --bench model                                        # 4 x 256 on a CPU, in f32
 //! cargo bench --bench model -- --dtype bf16 --threads 2
 //! cargo bench --bench model -- --our-gelu                          # and this crate's `ops::gelu`
+//! cargo bench --bench model -- --activation gelu_erf               # or silu, relu
 //! cargo bench --bench model -- --norms layer_norm_slow,layer_norm --layers 12 --width 768
 //! cargo bench --features cuda --bench model -- --device cuda       # on a GPU
 //! cargo bench --bench model -- --test                              # a tiny model, once
@@ -61,6 +62,8 @@ mod gpu;
 #[cfg(feature = "cuda")]
 #[path = "../tests/common/softgpu.rs"]
 mod softgpu;
+#[path = "common/unused.rs"]
+mod unused;
 
 use candle::{D, DType, Device, Module, Result, Tensor};
 use candle_nn::{
@@ -191,7 +194,7 @@ struct Block {
     query_key_value: Linear,
     project: Linear,
     expand: Linear,
-    gelu: fn(&Tensor) -> Result<Tensor>,
+    activation: fn(&Tensor) -> Result<Tensor>,
     contract: Linear,
 }
 
@@ -204,10 +207,13 @@ impl Block {
             query_key_value: linear(width, 3 * width, "query_key_value")?,
             project: linear(width, width, "project")?,
             expand: linear(width, 4 * width, "expand")?,
-            gelu: if args.our_gelu {
-                candle_powernorm::ops::gelu
-            } else {
-                Tensor::gelu
+            activation: match (args.activation, args.our_gelu) {
+                (Activation::Gelu, false) => Tensor::gelu,
+                (Activation::Gelu, true) => candle_powernorm::ops::gelu,
+                (Activation::GeluErf, false) => Tensor::gelu_erf,
+                (Activation::GeluErf, true) => candle_powernorm::ops::gelu_erf,
+                (Activation::Silu, _) => Tensor::silu,
+                (Activation::Relu, _) => Tensor::relu,
             },
             contract: linear(4 * width, width, "contract")?,
         })
@@ -220,7 +226,7 @@ impl Block {
         let (xs, stream) = norm_1(branch, stream)?;
         let branch = self.attention(&xs, mask)?;
         let (xs, stream) = norm_2(&branch, &stream)?;
-        let hidden = (self.gelu)(&self.expand.forward(&xs)?)?;
+        let hidden = (self.activation)(&self.expand.forward(&xs)?)?;
         Ok((self.contract.forward(&hidden)?, stream))
     }
 
@@ -329,6 +335,11 @@ impl Contender {
         }
         let params = ParamsAdamW {
             lr: LEARNING_RATE,
+            eps: match args.dtype {
+                // A smaller one is 0 in F16, where moments underflow too.
+                DType::F16 => 1e-4,
+                _ => ParamsAdamW::default().eps,
+            },
             ..ParamsAdamW::default()
         };
         Ok(Self {
@@ -490,7 +501,7 @@ struct Args {
     /// Threads of the CPU.
     #[arg(long, default_value_t = 1)]
     threads: usize,
-    /// Of weights and activations: f32 or bf16.
+    /// Of weights and activations: f32, bf16 or f16.
     #[arg(long, default_value = "f32")]
     dtype: DType,
     /// The normalizations [default: all]
@@ -512,7 +523,10 @@ struct Args {
     /// Steps and evaluations to time, after two that warm up.
     #[arg(long, default_value_t = 10)]
     rounds: usize,
-    /// Activates by this crate's GELU, not candle's.
+    /// Of the feed-forward layers.
+    #[arg(long, value_enum, default_value_t = Activation::Gelu)]
+    activation: Activation,
+    /// Takes GELU from this crate, and not from candle.
     #[arg(long)]
     our_gelu: bool,
     /// Takes one round of a tiny model.
@@ -535,6 +549,15 @@ impl Args {
         }
         args
     }
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+#[value(rename_all = "snake_case")]
+enum Activation {
+    Gelu,
+    GeluErf,
+    Silu,
+    Relu,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -586,9 +609,8 @@ fn main() -> Result<()> {
             Place::Cuda => "GPU".to_owned(),
         },
     );
-    #[cfg(all(target_arch = "x86_64", not(feature = "avx512")))]
-    if matches!(args.device, Place::Cpu) && std::arch::is_x86_feature_detected!("avx512f") {
-        println!("Built without the feature avx512, so products leave this processor's unused.\n");
+    if device.is_cpu() {
+        unused::warn_of_unused(args.dtype != DType::F32);
     }
     let batch = Batch::new(&args, &device)?;
     let mut contenders: Vec<Contender> = vec![];

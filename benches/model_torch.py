@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 
-DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 
 # As benches/model.rs has them.
 HEAD = 64
@@ -99,7 +99,9 @@ class Contender:
         self.name = name
         self.device = args.device
         self.model = Gpt(args, NORMS[name]).to(args.device, DTYPES[args.dtype])
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)
+        # As benches/model.rs has it.
+        eps = 1e-4 if args.dtype == "f16" else 1e-8
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, eps=eps)
         self.tokens = text[:-1].view(args.batch, args.context)
         self.next = text[1:]
         self.steps, self.evaluations, self.losses = [], [], []

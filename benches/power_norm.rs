@@ -45,6 +45,8 @@ mod gpu;
 mod ready;
 #[path = "../tests/common/reference.rs"]
 mod reference;
+#[path = "common/unused.rs"]
+mod unused;
 
 use candle::{DType, Device, Module, ModuleT, Result, Tensor, Var};
 use candle_nn::{BatchNorm, BatchNormConfig, VarBuilder, VarMap};
@@ -834,6 +836,7 @@ fn main() {
         // SAFETY: no other thread runs yet that could read the environment.
         unsafe { std::env::set_var("CANDLE_NUM_THREADS", "1") };
     }
+    unused::warn_of_unused(true);
     let has = |flag: &str| std::env::args().any(|arg| arg == flag);
     let set = Set::chosen(has("--test"));
     let cases = set.cases(has("--test"));

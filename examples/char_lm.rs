@@ -14,6 +14,8 @@
 #[path = "../benches/common/counting.rs"]
 mod counting;
 mod model;
+#[path = "../benches/common/unused.rs"]
+mod unused;
 
 use candle::{D, Device, Error, Result, Tensor, bail};
 use candle_nn::{Init, VarBuilder, ops};
@@ -412,6 +414,9 @@ fn main() -> ExitCode {
         unsafe { env::set_var("CANDLE_NUM_THREADS", "1") };
     }
     let args = Args::parse();
+    if args.device.is_cpu() {
+        unused::warn_of_unused(false);
+    }
     let result = match &args.generate {
         Some(path) => generate(path, &args),
         None => train(&args),

@@ -3,6 +3,8 @@
 #[cfg(feature = "cuda")]
 #[path = "gpu.rs"]
 mod gpu;
+#[path = "unused.rs"]
+mod unused;
 
 use candle::Device;
 use criterion::{Bencher, Criterion};
@@ -56,6 +58,7 @@ pub fn main(bench: impl FnOnce(&mut Criterion, bool) -> candle::Result<()>) -> c
         // SAFETY: no other thread runs yet that could read the environment.
         unsafe { std::env::set_var("CANDLE_NUM_THREADS", "1") };
     }
+    unused::warn_of_unused(true);
     let mut criterion = Criterion::default()
         .sample_size(10)
         .warm_up_time(Duration::from_millis(300))
