@@ -17,6 +17,7 @@ python3 -m pip install --quiet --no-compile --target "$dir/lib" \
 cd "$dir"
 PYTHONPATH="$dir/lib" HF_HUB_OFFLINE=1 python3 - <<'EOF'
 import transformers as hf
+from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as qwen
 
 hf.logging.set_verbosity_error()
 text = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 16}
@@ -33,12 +34,17 @@ configs = {
     "Pixtral": hf.PixtralVisionConfig(
         hidden_size=32, intermediate_size=32, num_hidden_layers=1, **heads
     ),
+    "Qwen 2.5-VL": qwen.Qwen2_5_VLVisionConfig(
+        depth=1, hidden_size=32, intermediate_size=32, num_heads=2, out_hidden_size=32
+    ),
     "ImageGPT": hf.ImageGPTConfig(n_embd=32, n_layer=1, n_head=2, vocab_size=16),
     "ResNet": hf.ResNetConfig(hidden_sizes=[8], depths=[1], embedding_size=8),
 }
 found = {}
 for name, config in configs.items():
-    model = hf.AutoModel.from_config(config)
+    vision = name == "Qwen 2.5-VL"
+    kind = qwen.Qwen2_5_VisionTransformerPretrainedModel if vision else hf.AutoModel.from_config
+    model = kind(config)
     vectors = {n for n, p in model.named_parameters() if p.dim() == 1 or n.endswith("A_log")}
     found[name] = vectors.intersection(hf.Trainer.get_decay_parameter_names(None, model))
     print(f"{name}: {', '.join(sorted(found[name])) or 'nothing'}")
@@ -46,6 +52,11 @@ state_space = {"layers.0.mixer.A_log", "layers.0.mixer.D", "norm_f.weight"}
 assert not any(found[name] for name in ("Llama", "Gemma", "BERT", "T5")), "the control has changed"
 assert found["Mamba"] == found["Mamba 2"] == state_space, "this has changed"
 assert found["Pixtral"] == {"ln_pre.weight"}, "this has changed"
+assert found["Qwen 2.5-VL"] == {
+    "blocks.0.norm1.weight",
+    "blocks.0.norm2.weight",
+    "merger.ln_q.weight",
+}, "this has changed"
 assert found["ImageGPT"] == {"h.0.ln_1.weight", "h.0.ln_2.weight", "ln_f.weight"}
 assert found["ResNet"] and all(name.endswith("normalization.weight") for name in found["ResNet"])
 EOF
