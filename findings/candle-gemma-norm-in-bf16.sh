@@ -4,12 +4,12 @@
 # Expected: the norm multiplies by 1 + weight in f32 and rounds once, as in transformers, whose
 # logits for a weight of 0.0035 are 0.35 % larger than those for 0. Seen: candle adds 1 in bf16,
 # where the next number after 1 is 1.0078. Weights of 0.0035 and −0.0019 give the logits of a weight
-# of 0, bit for bit, so small steps of a fine-tuning are lost although the weight holds them. A weight
-# of 0.02 acts as 0.0234. Gemma 2 and 3 and RecurrentGemma have the same lines.
+# of 0, bit for bit, so small steps of a fine-tuning are lost although the weight holds them. A
+# weight of 0.02 acts as 0.0234. Gemma 2 and 3 and RecurrentGemma have the same lines.
 #
-# candle-transformers 0.11.1, transformers 5.24.0, torch 2.15.0, on a CPU, 2026-11-29. Exits non-zero
-# if this changes. FINDINGS_TARGET_DIR may name a folder for builds that several of these scripts
-# share.
+# candle-transformers 0.11.1, transformers 5.24.0, torch 2.15.0, on a CPU, 2026-11-29. Exits
+# non-zero if this changes.
+# FINDINGS_TARGET_DIR may name a folder for builds that several of these scripts share.
 set -euo pipefail
 project=$(mktemp -d)
 trap 'rm -rf "$project"' EXIT

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # candle-transformers' Mamba 2 normalizes all groups of a layer together.
 #
-# Expected: with `n_groups` of 2 the gated norm has a mean square for each half of the channels, as in
-# transformers and mamba_ssm. Seen: candle has groups everywhere but in the norm. With one group the
-# logits agree to six digits. With two, where half of the channels are smaller, they are off by 1 in
-# logits of up to 2.5. Nothing fails, because the norm's weight has the same shape for any number of
-# groups.
+# Expected: with `n_groups` of 2 the gated norm has a mean square for each half of the channels, as
+# in transformers and mamba_ssm. Seen: candle has groups everywhere but in the norm. With one group
+# the logits agree to six digits. With two, where half of the channels are smaller, they are off by
+# 1 in logits of up to 2.5. Nothing fails, because the norm's weight has the same shape for any
+# number of groups.
 #
-# candle-transformers 0.11.1, transformers 5.24.0, torch 2.15.0, on a CPU, 2026-11-29. Exits non-zero
-# if this changes. FINDINGS_TARGET_DIR may name a folder for builds that several of these scripts
-# share.
+# candle-transformers 0.11.1, transformers 5.24.0, torch 2.15.0, on a CPU, 2026-11-29. Exits
+# non-zero if this changes.
+# FINDINGS_TARGET_DIR may name a folder for builds that several of these scripts share.
 set -euo pipefail
 project=$(mktemp -d)
 trap 'rm -rf "$project"' EXIT

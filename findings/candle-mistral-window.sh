@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# candle-transformers' Mistral sees a window of 5 tokens for one of 4 if it reads a text at once, and
-# all tokens if it reads one at a time.
+# With a window of 4 tokens, candle-transformers' Mistral sees 5 of a text that it reads at once, and
+# all of one that it reads token by token.
 #
 # Expected: a token sees itself and the three before it, as in transformers, however the text is
 # split. Seen: the mask of a whole text hides distances greater than the window, not those equal to
@@ -8,9 +8,9 @@
 # transformers for a window of 5 and for none. The masks of Gemma 2 and 3, Mixtral, Qwen 2 and
 # StarCoder 2 have the same line.
 #
-# candle-transformers 0.11.1, transformers 5.24.0, torch 2.15.0, on a CPU, 2026-11-29. Exits non-zero
-# if this changes. FINDINGS_TARGET_DIR may name a folder for builds that several of these scripts
-# share.
+# candle-transformers 0.11.1, transformers 5.24.0, torch 2.15.0, on a CPU, 2026-11-29. Exits
+# non-zero if this changes.
+# FINDINGS_TARGET_DIR may name a folder for builds that several of these scripts share.
 set -euo pipefail
 project=$(mktemp -d)
 trap 'rm -rf "$project"' EXIT
@@ -58,7 +58,8 @@ for window in (4, 5, None):
             cache = output.cache
     assert (output.logits[0, -1] - whole).abs().max() < 1e-4, "transformers has changed"
     results[f"window {window}"] = whole
-save_file({name: weight.clone() for name, weight in model.state_dict().items()}, "model.safetensors")
+weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+save_file(weights, "model.safetensors")
 save_file(results, "expected.safetensors")
 with open("config.json", "w") as file:
     json.dump(shared | {"rope_theta": 10000.0, "sliding_window": 4}, file)

@@ -4,7 +4,7 @@
 # Expected: rotary embeddings see distances only, so a text that starts at position 1000 has the
 # logits of one that starts at 0, up to bf16's rounding. Mistral, of the same crate and here with
 # the same weights, has them. Seen: Qwen 2 makes its tables in the model's dtype. With bf16's eight
-# bits an angle of 100 is off by up to 0.25, and from position 256 on two tokens share a position.
+# bits an angle of 100 is off by up to 0.25, and from position 256 on tokens share positions.
 # From 250 on the logits are off by 0.7 to 2.0, in logits of up to 3.2, and Mistral's, which makes
 # its tables in f32, by 0.07 at most. In f32 both are right. Gemma, Mixtral, ModernBERT, OLMo, Phi 3
 # and StarCoder 2 have the lines of Qwen 2.

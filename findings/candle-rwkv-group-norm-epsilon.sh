@@ -7,8 +7,9 @@
 # 3. They agree to seven digits once the package is made to use 1e-5 too. `rwkv_v5.rs` has the same
 # line, and `rwkv_v7.rs` has 64e-5.
 #
-# candle-transformers 0.11.1, rwkv 0.8.32, torch 2.15.0, on a CPU, 2026-11-29. Exits non-zero if this
-# changes. FINDINGS_TARGET_DIR may name a folder for builds that several of these scripts share.
+# candle-transformers 0.11.1, rwkv 0.8.32, torch 2.15.0, on a CPU, 2026-11-29. Exits non-zero if
+# this changes.
+# FINDINGS_TARGET_DIR may name a folder for builds that several of these scripts share.
 set -euo pipefail
 project=$(mktemp -d)
 trap 'rm -rf "$project"' EXIT

@@ -4,13 +4,13 @@
 # Expected: the logits of transformers for the same files, up to rounding. With neutral values of
 # these fields they are. Seen: Gemma 2 and 3 read `query_pre_attn_scalar` and scale by the size of a
 # head instead. That is wrong in Gemma 2 27B, where they are 144 and 128. Granite reads none of
-# `attention_multiplier`, `embedding_multiplier`, `residual_multiplier` and `logits_scaling`. Nothing
-# fails. Here Gemma's logits are off by 0.2 and 0.5 in logits of up to 10, and Granite's by 3.6 in
-# logits of up to 0.4.
+# `attention_multiplier`, `embedding_multiplier`, `residual_multiplier` and `logits_scaling`.
+# Nothing fails. Here Gemma's logits are off by 0.2 and 0.5 in logits of up to 10, and Granite's by
+# 3.6 in logits of up to 0.4.
 #
-# candle-transformers 0.11.1, transformers 5.24.0, torch 2.15.0, on a CPU, 2026-11-29. Exits non-zero
-# if this changes. FINDINGS_TARGET_DIR may name a folder for builds that several of these scripts
-# share.
+# candle-transformers 0.11.1, transformers 5.24.0, torch 2.15.0, on a CPU, 2026-11-29. Exits
+# non-zero if this changes.
+# FINDINGS_TARGET_DIR may name a folder for builds that several of these scripts share.
 set -euo pipefail
 project=$(mktemp -d)
 trap 'rm -rf "$project"' EXIT

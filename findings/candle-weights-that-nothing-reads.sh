@@ -2,15 +2,15 @@
 # candle-transformers' Llama and StableLM leave out tensors of a file that their configuration asks
 # for, without an error.
 #
-# Expected: `attention_bias` and `qk_layernorm` are read, or are an error. Seen: neither is a field of
-# candle's configurations, serde skips unknown fields, and a VarBuilder does not tell which tensors
-# nobody asked for. So Llama runs without its biases, and StableLM without the LayerNorms of its
-# queries and keys. The logits are those of transformers with these tensors taken out. From those
-# with them they are 2 off, in logits of up to 3.
+# Expected: `attention_bias` and `qk_layernorm` are read, or are an error. Seen: neither is a field
+# of candle's configurations, serde skips unknown fields, and a VarBuilder does not tell which
+# tensors nobody asked for. So Llama runs without its biases, and StableLM without the LayerNorms of
+# its queries and keys. The logits are those of transformers with these tensors taken out. From
+# those with them they are 2 off, in logits of up to 3.
 #
-# candle-transformers 0.11.1, transformers 5.24.0, torch 2.15.0, on a CPU, 2026-11-29. Exits non-zero
-# if this changes. FINDINGS_TARGET_DIR may name a folder for builds that several of these scripts
-# share.
+# candle-transformers 0.11.1, transformers 5.24.0, torch 2.15.0, on a CPU, 2026-11-29. Exits
+# non-zero if this changes.
+# FINDINGS_TARGET_DIR may name a folder for builds that several of these scripts share.
 set -euo pipefail
 project=$(mktemp -d)
 trap 'rm -rf "$project"' EXIT

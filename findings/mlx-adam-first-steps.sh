@@ -3,9 +3,10 @@
 #
 # Expected: with a constant gradient each step is the learning rate, as in PyTorch, optax and
 # candle, where Adam divides both running means by 1 − βᵗ.
-# Seen: `bias_correction` is off by default, so the means start at 0. The first step is 3.2
-# learning rates, the 12th 6.6, and the 500th still 1.6. A learning rate that was tuned
-# elsewhere, without a warm-up, is too large by that much.
+# Seen: `bias_correction` is off by default, so both means are too small at first, and the mean of
+# squares, by which a step is divided, for longer. The first step is 3.2 learning rates, the 12th
+# 6.6, and the 500th still 1.6. A learning rate that was tuned elsewhere, without a warm-up, is too
+# large by that much.
 set -euo pipefail
 
 dir=$(mktemp -d)

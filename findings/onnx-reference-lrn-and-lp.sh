@@ -3,10 +3,10 @@
 # wrong LpNormalization.
 #
 # Expected: the outputs of the operators' definitions, as in ONNX Runtime.
-# Seen: LRN counts channels up to the batch's size. With 2 images of 6 channels, four of them are not
-# normalized at all, and are off by 0.8. LpNormalization with p=1 divides by the sum of the numbers
-# instead of their magnitudes. A row of 3, −1 and −1 becomes 3, −1, −1 rather than 0.6, −0.2, −0.2.
-# So a test of an exporter against the reference can fail for a right export.
+# Seen: LRN loops over as many channels as the batch has images. With 2 images of 6 channels, four
+# channels are not normalized, and are off by up to 0.8. LpNormalization with p=1 divides by the sum
+# of the numbers instead of their magnitudes. A row of 3, −1 and −1 becomes 3, −1, −1 rather than
+# 0.6, −0.2, −0.2. So a test of an exporter against the reference can fail for a right export.
 set -euo pipefail
 
 dir=$(mktemp -d)
