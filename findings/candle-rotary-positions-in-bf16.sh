@@ -100,8 +100,8 @@ fn main() -> Result<()> {
             errors[0], errors[1], errors[2], errors[3]
         );
         assert!(errors[0] < 1e-3 && errors[1] < 1e-3, "f32 has changed");
-        assert!(errors[3] < 0.1, "Mistral has changed");
-        assert!(start < 250 || errors[2] > 5. * errors[3], "this has changed");
+        assert!(errors[3] < 0.2, "Mistral has changed");
+        assert!(start < 250 || errors[2] > 0.5, "this has changed");
     }
     Ok(())
 }
