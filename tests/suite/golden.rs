@@ -55,7 +55,10 @@ fn every_recording_is_replayed() {
     let mut found: Vec<_> = std::fs::read_dir(FIXTURES)
         .unwrap()
         .map(|entry| entry.unwrap().path())
-        .filter(|path| path.extension().is_some_and(|extension| extension == "safetensors"))
+        .filter(|path| {
+            path.extension()
+                .is_some_and(|extension| extension == "safetensors")
+        })
         .map(|path| path.file_stem().unwrap().to_str().unwrap().to_owned())
         .collect();
     found.sort();

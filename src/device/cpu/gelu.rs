@@ -186,7 +186,7 @@ impl<T: Element> Elements<'_, '_, T> {
             }
             apply(simd, &mut x, &dy, end - start);
             let mut at = first;
-            while start + at.end() <= end {
+            while at.fits(end - start) {
                 row.push(at.load(&x));
                 at = at.next();
             }
@@ -207,7 +207,7 @@ fn widen<S: Simd, T: Element, const K: usize>(
     block: &mut [T::Acc; BLOCK],
 ) {
     let mut at = first;
-    while at.end() <= values.len() {
+    while at.fits(values.len()) {
         at.store(at.load(values), block);
         at = at.next();
     }
@@ -544,11 +544,13 @@ mod tests {
         (7., 6.999999999991041, 1.0000000000626632),
     ];
 
-    const CURVES: [(Curve, &[(f64, f64, f64)]); 2] =
-        [(Curve::Tanh, &OF_TANH), (Curve::Erf, &OF_ERF)];
+    /// x, y and the slope.
+    type Point = (f64, f64, f64);
+
+    const CURVES: [(Curve, &[Point]); 2] = [(Curve::Tanh, &OF_TANH), (Curve::Erf, &OF_ERF)];
 
     /// Within a few units in the last place, each number in a vector of its own.
-    fn is_exact<T: Element>(round_off: f64, curve: Curve, numbers: &[(f64, f64, f64)]) {
+    fn is_exact<T: Element>(round_off: f64, curve: Curve, numbers: &[Point]) {
         for (level, &(x, y, slope)) in (Level::all().into_iter())
             .flat_map(|level| numbers.iter().map(move |numbers| (level, numbers)))
         {
@@ -577,7 +579,7 @@ mod tests {
         for (curve, numbers) in CURVES {
             is_exact::<f64>(2f64.powi(-53), curve, numbers);
             // These x are numbers of f32 too.
-            let is_single = |&(x, _, _): &(f64, f64, f64)| x >= -10. && f64::from(x as f32) == x;
+            let is_single = |&(x, _, _): &Point| x >= -10. && f64::from(x as f32) == x;
             let of_f32: Vec<_> = numbers.iter().copied().filter(is_single).collect();
             assert_eq!(of_f32.len(), 8);
             is_exact::<f32>(2f64.powi(-24), curve, &of_f32);
