@@ -368,7 +368,7 @@ __device__ __forceinline__ void group_rms_inv(const NormalizeParams &p) {
       }
       return piece;
     };
-    A mean = 0, rest = 0;
+    A mean = 0, shifted_mean = 0;
     if constexpr (CENTRED) {
       // As in `normalize`.
       const auto mean_of_distances = [&](A from) {
@@ -388,7 +388,7 @@ __device__ __forceinline__ void group_rms_inv(const NormalizeParams &p) {
       };
       const A first = widen(residual == nullptr ? x[0] : add(x[0], residual[0]));
       mean = first + mean_of_distances(first);
-      rest = mean_of_distances(mean);
+      shifted_mean = mean_of_distances(mean);
     }
     LongSum<A> sum;
     for (int64_t i = threadIdx.x * V; i < len; i += blockDim.x * V) {
@@ -400,7 +400,7 @@ __device__ __forceinline__ void group_rms_inv(const NormalizeParams &p) {
       }
       A of_piece = 0;
       each<V>([&](int v) {
-        const A value = !CENTRED || v < count ? widen(piece.at[v]) - mean - rest : A(0);
+        const A value = !CENTRED || v < count ? widen(piece.at[v]) - mean - shifted_mean : A(0);
         of_piece += value * value;
       });
       sum.add(of_piece);
@@ -410,14 +410,14 @@ __device__ __forceinline__ void group_rms_inv(const NormalizeParams &p) {
       const A square = squares / A(len) + value<A>(p.group_eps);
       A rms_inv = inverse_root(square);
       if (!(rms_inv > 0)) {
-        rms_inv = rms_inv_of_huge<true>(square, value<A>(p.group_eps), x, residual, mean, rest,
-                                        tiling.group_len);
+        rms_inv = rms_inv_of_huge<true>(square, value<A>(p.group_eps), x, residual, mean,
+                                        shifted_mean, tiling.group_len);
       }
       A *to = static_cast<A *>(p.group_rms_inv) + group * STATISTICS<CENTRED>;
       to[0] = rms_inv;
       if constexpr (CENTRED) {
         to[1] = mean;
-        to[2] = rest;
+        to[2] = shifted_mean;
       }
     }
   }
@@ -551,7 +551,7 @@ __device__ __forceinline__ void normalize(const NormalizeParams &p) {
     A x_tilde[N * V];
     each<N>([&](int n) { widen(x[n], x_tilde + n * V); });
 
-    A rms_inv = 1, mean = 0, rest = 0;
+    A rms_inv = 1, mean = 0, shifted_mean = 0;
     const auto subtract = [&](A mean) {
       each<N * V>([&](int i) { x_tilde[i] -= columns.has(i / V, i % V) ? mean : A(0); });
     };
@@ -567,9 +567,9 @@ __device__ __forceinline__ void normalize(const NormalizeParams &p) {
         });
         mean = first + group_sum.of(mean);
         subtract(mean);
-        each<N * V>([&](int i) { rest += x_tilde[i] * inv_len; });
-        rest = group_sum.of(rest);
-        subtract(rest);
+        each<N * V>([&](int i) { shifted_mean += x_tilde[i] * inv_len; });
+        shifted_mean = group_sum.of(rest);
+        subtract(shifted_mean);
       }
       A squares = 0;
       each<N * V>([&](int i) { squares += x_tilde[i] * x_tilde[i]; });
@@ -579,14 +579,14 @@ __device__ __forceinline__ void normalize(const NormalizeParams &p) {
       if (!(rms_inv > 0) && rows.present() && columns.valid()) {
         rms_inv = rms_inv_of_huge<false>(square, group_eps, group_of(all_x, tiling.x_stride, 0),
                                          adds ? group_of(p.residual, tiling.cols, 0) : nullptr,
-                                         mean, rest, tiling.group_len);
+                                         mean, shifted_mean, tiling.group_len);
       }
       if (writes_rms_inv && rows.present()) {
         A *to = group_rms_inv + rows.row() * tiling.groups * STATISTICS<CENTRED>;
         to[0] = rms_inv;
         if constexpr (CENTRED) {
           to[1] = mean;
-          to[2] = rest;
+          to[2] = shifted_mean;
         }
       }
     } else if (p.group_scaling == GIVEN && rows.present() && columns.valid()) {
@@ -848,8 +848,8 @@ __device__ __forceinline__ void group_dots(const NormalizeBwdParams &p) {
     const A *statistics =
         static_cast<const A *>(p.group_rms_inv) + group * STATISTICS<CENTRED>;
     const A rms_inv = statistics[0];
-    const A mean = CENTRED ? statistics[1] : A(0), rest = CENTRED ? statistics[2] : A(0);
-    const auto distance = [=](A x) { return CENTRED ? x - mean - rest : x; };
+    const A mean = CENTRED ? statistics[1] : A(0), shifted_mean = CENTRED ? statistics[2] : A(0);
+    const auto distance = [=](A x) { return CENTRED ? x - mean - shifted_mean : x; };
     LongSum<A> dots, totals;
     for (int64_t i = threadIdx.x * V; i < len; i += blockDim.x * V) {
       const int count = len - i < V ? static_cast<int>(len - i) : V;
@@ -953,7 +953,7 @@ __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
     const A rms_inv = next_rms_inv, mean = next_mean;
     // Not read a row ahead, to save a register: in most rows it came into the first-level cache
     // with the mean.
-    const A rest = CENTRED && scaled && rows.present() ? next_rms_invs[2] : A(0);
+    const A shifted_mean = CENTRED && scaled && rows.present() ? next_rms_invs[2] : A(0);
     const unsigned keeps = next_keeps;
     next_rms_invs += rows.stride_groups * STATISTICS<CENTRED>;
     next_rms_inv = scaled && rows.present(rows.stride) ? *next_rms_invs : A(1);
@@ -973,7 +973,7 @@ __device__ __forceinline__ void normalize_bwd(const NormalizeBwdParams &p) {
     pipeline.prefetch(1, tiling, columns, rows);
     // Columns that the thread does not have stay 0: a distance of 0 to a huge mean may overflow.
     each<N * V>([&](int i) {
-      const A distance = CENTRED ? x_tilde[i] - mean - rest : x_tilde[i];
+      const A distance = CENTRED ? x_tilde[i] - mean - shifted_mean : x_tilde[i];
       x_tilde[i] = !CENTRED || columns.has(i / V, i % V) ? distance * rms_inv : A(0);
     });
     if (keeps) {
@@ -1090,8 +1090,8 @@ template <typename A> __device__ __forceinline__ void update_nu(const UpdateNuPa
     if (p.guard && fading > 1) {
       fading = 1;
     }
-    // (1 - fading) old + lambda. What fades is subtracted from what comes: a factor that is rounded
-    // beside 1 would move nu away from its limit.
+    // (1 - fading) old + lambda. `1 - fading` would be rounded once for all steps, which biases nu.
+    // Subtracting what fades does not.
     A next = A(p.unscale) * lambda;
     next = fading < A(0.5) ? old + (next - fading * old) : (A(1) - fading) * old + next;
     // Gamma is checked too, because the clamp would turn an infinite Gamma into a finite decay.

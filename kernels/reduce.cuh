@@ -445,18 +445,18 @@ __device__ __forceinline__ void sum_block_rows(Value (&values)[M], Value *shared
 // r of a group whose mean square plus eps, `square`, is not finite. If the sum of squares
 // overflowed, the result is exact: x and the root of eps are first divided by the largest magnitude
 // of x. If x is not finite, the result is NaN, so that the output shows it and psi^2 keeps its
-// value. LayerNorm takes the squares of x - mean - rest, and both are 0 elsewhere.
+// value. LayerNorm takes the squares of x - mean - shifted_mean, and both are 0 elsewhere.
 //
 // Each thread that needs r reads the whole group. That is slow, but no thread waits for another
 // one, and nobody trains on rows of 1e19 and more. With LONG the squares are compensated, for which
 // the loop over rows of `normalize` has no registers: on sm_120 it would spill.
 template <bool LONG, typename T>
 __device__ __forceinline__ Sum<T> rms_inv_of_huge(Sum<T> square, Sum<T> eps, const T *x,
-                                                  const T *residual, Sum<T> mean, Sum<T> rest,
-                                                  int len) {
+                                                  const T *residual, Sum<T> mean,
+                                                  Sum<T> shifted_mean, int len) {
   using A = Sum<T>;
   const auto value = [=](int i) {
-    return widen(residual == nullptr ? x[i] : add(x[i], residual[i])) - mean - rest;
+    return widen(residual == nullptr ? x[i] : add(x[i], residual[i])) - mean - shifted_mean;
   };
   if (isnan(square)) {
     return square;

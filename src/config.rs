@@ -136,18 +136,18 @@ pub struct PowerNormConfig {
 /// The update of ψ² in a step: first by the cumulative mean, then by the moving average.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct PhiStep {
-    pub cumulative: Option<Shares>,
-    pub moving: Option<Shares>,
+    pub cumulative: Option<AverageWeights>,
+    pub moving: Option<AverageWeights>,
 }
 
 /// The weights of an average of ψ² and ψ_B².
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Shares {
+pub(crate) struct AverageWeights {
     pub old: f64,
     pub new: f64,
 }
 
-impl Shares {
+impl AverageWeights {
     /// The weights in a mean of `count` values, of which the last is new.
     pub fn of_mean(count: usize) -> Self {
         Self {
@@ -221,8 +221,8 @@ impl PowerNormConfig {
             Recipe::Fairseq => (t < self.warmup_steps, true),
         };
         PhiStep {
-            cumulative: cumulative.then(|| Shares::of_mean(t)),
-            moving: moving.then_some(Shares {
+            cumulative: cumulative.then(|| AverageWeights::of_mean(t)),
+            moving: moving.then_some(AverageWeights {
                 old: self.alpha_fwd,
                 new: 1. - self.alpha_fwd,
             }),

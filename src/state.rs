@@ -1,7 +1,7 @@
 //! ψ², ν and t: where they live, how they are read, and how a step moves them.
 
 use crate::check::StorageId;
-use crate::config::{PhiStep, PowerNormConfig, Shares};
+use crate::config::{AverageWeights, PhiStep, PowerNormConfig};
 use crate::error::Error;
 use crate::mode::Purpose;
 use candle::{DType, Device, Result, Storage, Tensor, Var};
@@ -262,7 +262,7 @@ impl State {
             Purpose::Recalibration(pass) => {
                 let batches = recalibration.batches_of(pass) + 1;
                 let step = PhiStep {
-                    cumulative: Some(Shares::of_mean(batches)),
+                    cumulative: Some(AverageWeights::of_mean(batches)),
                     moving: None,
                 };
                 update(&self.running_phi, &step)?;

@@ -13,7 +13,7 @@
 
 use super::pass::{Pass, RowNorm};
 use super::{Env, Gradients, Nu, Outputs, Record, sums_dtype};
-use crate::config::{ForwardKind, PhiStep, Shares};
+use crate::config::{AverageWeights, ForwardKind, PhiStep};
 use candle::{D, DType, Device, Result, Storage, Tensor, Var};
 
 /// Runs a forward.
@@ -217,7 +217,7 @@ fn update_phi(
 /// The average of ψ² and ψ_B², by the distance from the one with the larger share. The two shares
 /// rounded to f32 would have a sum beside 1, and with α near 1 they would move ψ² away from a
 /// constant ψ_B².
-fn average(old: &Tensor, new: &Tensor, shares: Shares) -> Result<Tensor> {
+fn average(old: &Tensor, new: &Tensor, shares: AverageWeights) -> Result<Tensor> {
     if shares.old == 0. {
         // A value that is left out may be anything.
         return Ok(new.clone());
@@ -234,14 +234,14 @@ fn average(old: &Tensor, new: &Tensor, shares: Shares) -> Result<Tensor> {
 fn update_nu(pass: &Pass, nu: &Nu, batch: &BatchStatistics, lambda: &Tensor) -> Result<()> {
     let mut fading = (&batch.gamma * nu.share)?;
     if pass.recipe.is_guarded() {
-        // With more than 1, ν's sign would turn at each step: it is clamped.
+        // Clamped to 1: beyond it ν would change its sign at each step.
         // `Tensor::minimum` is generic over its argument, so that candle's loops over two tensors
         // would be compiled into this crate for each dtype.
         fading = fading.gt(1f64)?.where_cond(&fading.ones_like()?, &fading)?;
     }
     let old = nu.ema_gz.as_detached_tensor().flatten_all()?;
     let old = old.to_dtype(fading.dtype())?;
-    // A factor that is rounded beside 1 would move ν away from its limit.
+    // `(1 − f) old` would round `1 − f` once for all steps, which biases ν. This does not.
     let kept = (&old - (fading * &old)?)?;
     let next = (kept + (lambda * nu.loss_scale.recip())?)?;
     // Γ is checked too: the clamp would turn an infinite Γ into a finite factor.
@@ -503,13 +503,13 @@ fn group_rms_inv(x: &Tensor, eps: f64) -> Result<Tensor> {
         return Tensor::zeros((0, groups, 1), x.dtype(), x.device());
     }
     let squares = mean_of_groups(&x.sqr()?)?;
-    let of_most = squares.affine(1., eps)?.sqrt()?.recip()?;
+    let usual = squares.affine(1., eps)?.sqrt()?.recip()?;
     // If squares overflow, or do with ε, x and √ε are first divided by the largest magnitude of x.
     let largest = x.abs()?.max_keepdim(D::Minus1)?;
     let ratios = mean_of_groups(&x.broadcast_div(&largest)?.sqr()?)?;
     let ratio = (largest.recip()? * eps.sqrt())?;
-    let of_huge = ((ratios + ratio.sqr()?)?.sqrt()? * largest)?.recip()?;
-    is_finite(&(squares + eps)?)?.where_cond(&of_most, &of_huge)
+    let scaled = ((ratios + ratio.sqr()?)?.sqrt()? * largest)?.recip()?;
+    is_finite(&(squares + eps)?)?.where_cond(&usual, &scaled)
 }
 
 /// The mean of each group, `[rows, G, 1]`.

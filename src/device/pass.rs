@@ -1,9 +1,9 @@
 //! A call in the form in which devices take it, checked once.
 //!
 //! A [`Pass`] is one forward, and later the backward of that forward: its tensors and what is
-//! computed from them. Only the constructors in this file make one, and what they check is what the
-//! devices rely on: other files read its fields, and write none but to leave a tensor out. The
-//! kernels' launches above all pass addresses without another look at shapes:
+//! computed from them. Only the constructors in this file make one, and devices rely on what these
+//! check: the kernels' launches above all pass addresses without another look at shapes. Other files
+//! only read the fields:
 //!
 //! - `x` is `[.., C]` with C ≥ 1, of `F32`, `F64`, `F16` or `BF16`.
 //! - `residual` has the shape and dtype of `x`.

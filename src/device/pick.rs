@@ -115,9 +115,8 @@ impl DeviceKind {
         }
     }
 
-    /// `true` if a forward of rows on `rows` reads ψ² in its variable, which is on `state`.
-    /// Otherwise it reads a copy. Reading in place is safe on one stream, because the update is
-    /// queued after the read.
+    /// Whether a forward of rows on `rows` may read ψ² where it is, in its variable on `state`, or
+    /// needs a copy. On one stream it may, because the update is queued after the read.
     #[cfg_attr(not(feature = "cuda"), allow(unused_variables))]
     pub fn reads_phi_in_place(&self, rows: &Device, state: &Device) -> bool {
         match self {

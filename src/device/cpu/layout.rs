@@ -71,7 +71,7 @@ impl<'a, T> Matrix<'a, T> {
             false => self.blocks[row / self.block_rows] + row % self.block_rows * self.stride,
         };
         if self.stride > self.cols {
-            // Near the end of a block this is no row of it, which costs time alone.
+            // Past the end of a block this prefetches something else: harmless, but wasted.
             prefetch(self.values, start + ROWS_AHEAD * self.stride, self.cols);
         }
         &self.values[start..][..self.cols]

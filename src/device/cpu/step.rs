@@ -82,8 +82,8 @@ impl Record for Alone {
         let is_centred = matches!(pass.norm, RowNorm::Centred { .. });
         let needs_dx = wanted.input || (is_centred && sums != BackwardSums::None);
         let coefficients = needs_dx.then_some(&Coefficients::Parameters);
-        let (dx, of_parameters) = rows::backward(pass, dy, coefficients, sums)?;
-        gradients(pass, dx, of_parameters)
+        let (dx, parameter_gradients) = rows::backward(pass, dy, coefficients, sums)?;
+        gradients(pass, dx, parameter_gradients)
     }
 }
 
@@ -399,7 +399,7 @@ fn holds(var: &Var, value: f64) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::{Recipe, Shares};
+    use crate::config::{AverageWeights, Recipe};
     use crate::device::cpu::layout::on_cpu;
     use crate::device::pass::Channels;
     use crate::device::{Announcement, Wanted};
@@ -433,7 +433,7 @@ mod tests {
     const SHARE: f64 = 0.1;
     const MOVING: PhiStep = PhiStep {
         cumulative: None,
-        moving: Some(Shares {
+        moving: Some(AverageWeights {
             old: ALPHA,
             new: SHARE,
         }),
@@ -655,7 +655,7 @@ mod tests {
     #[test]
     fn phi_by_hand() -> Result<()> {
         let mean_of = |count| PhiStep {
-            cumulative: Some(Shares::of_mean(count)),
+            cumulative: Some(AverageWeights::of_mean(count)),
             moving: None,
         };
         for recipe in [Recipe::Paper, Recipe::Fairseq] {

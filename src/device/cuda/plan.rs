@@ -792,7 +792,7 @@ pub struct SavedLayout {
     pub batch_phi: Address,
     /// The number of rows that Γ and Λ are means over.
     pub count: Address,
-    /// For each row and group r, or in a pass of LayerNorm r, the mean and the rest of the mean.
+    /// For each row and group r, or in a pass of LayerNorm r, a number near the mean and the mean of what is shifted by it.
     /// Exists if rows are normalized by themselves.
     pub group_rms_inv: Address,
     /// Kept rows of each chunk. Exists with a mask, in training.

@@ -130,7 +130,7 @@ impl Record for Forwarded {
             pass.bias().filter(|_| wanted.bias),
         ];
         let channels = plan.extent.channels();
-        let mut of_parameters = ParameterGradients::new(parameters, channels, gradient)?;
+        let mut parameter_gradients = ParameterGradients::new(parameters, channels, gradient)?;
         if let Some(saved) = &self.saved {
             let announcement = env.announcement();
             // SAFETY: `Backward::launch_rows` writes the partial sums, `Backward::launch_update_nu`
@@ -160,7 +160,7 @@ impl Record for Forwarded {
             };
 
             // Σ dy x̃, Σ dy, and dx unless it is exact.
-            let takes_sums = trains || of_parameters.any();
+            let takes_sums = trains || parameter_gradients.any();
             let first_dx = dx.as_mut().filter(|_| !exact);
             if has_rows && (takes_sums || first_dx.is_some()) {
                 backward.launch_rows(&mut workspace, nu.as_ref(), first_dx, takes_sums)?;
@@ -174,14 +174,14 @@ impl Record for Forwarded {
             // Λ, ν and the parameters' gradients.
             if takes_sums {
                 let totals = totals.as_ref();
-                backward.launch_update_nu(&mut workspace, totals, &mut of_parameters, env)?;
+                backward.launch_update_nu(&mut workspace, totals, &mut parameter_gradients, env)?;
             }
             // An exact dx, with Λ.
             if let Some(dx) = dx.as_mut().filter(|_| exact && has_rows) {
                 backward.launch_exact(&mut workspace, dx)?;
             }
         }
-        let [weight, bias] = of_parameters.tensors(channels)?;
+        let [weight, bias] = parameter_gradients.tensors(channels)?;
         Ok(Gradients {
             input: dx.map(|dx| from_storage(dx, pass.x.shape())),
             weight,
@@ -689,7 +689,7 @@ impl Backward<'_> {
         &self,
         workspace: &mut CudaSlice<u8>,
         totals: Option<&Totals>,
-        of_parameters: &mut ParameterGradients,
+        parameter_gradients: &mut ParameterGradients,
         env: &mut dyn Env,
     ) -> Result<()> {
         let (loaded, plan, locks) = (self.loaded, self.plan, Locks::default());
@@ -697,7 +697,7 @@ impl Backward<'_> {
         let saved = plan.saved(uses.hold(self.saved.device_ptr(loaded.stream)));
         let workspace = self.workspace(workspace, &mut uses);
         let announcement = announcement_of(totals, &mut uses)?;
-        let [dweight, dbias] = of_parameters.write(plan.extent.channels(), &mut uses)?;
+        let [dweight, dbias] = parameter_gradients.write(plan.extent.channels(), &mut uses)?;
         let params = UpdateNuParams {
             partials: workspace.partials,
             totals: totals_in(announcement.message),

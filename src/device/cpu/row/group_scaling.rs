@@ -328,8 +328,8 @@ impl<A: Accumulator> Scaler<A> {
     /// r = 1/(4e30 · √0.78). If x is not finite, r is NaN: the output shows that, and recipe
     /// Paper's guard keeps the batch out of the statistics.
     #[cold]
-    fn inv_rms_of_huge<T: Element<Acc = A>>(&self, x: &[T], [mean, rest]: [A; 2]) -> A {
-        let x = || x.iter().map(|&x| x.widen() - mean - rest);
+    fn inv_rms_of_huge<T: Element<Acc = A>>(&self, x: &[T], [mean, shifted_mean]: [A; 2]) -> A {
+        let x = || x.iter().map(|&x| x.widen() - mean - shifted_mean);
         if !x().all(Float::is_finite) {
             return A::nan();
         }

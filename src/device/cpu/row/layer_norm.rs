@@ -10,25 +10,25 @@
 //! output.
 //!
 //! Σ x² and Σ x would give both in one walk, but if the mean is large beside the deviation, σ² is a
-//! small difference of large numbers. So the walk sums deviations from a number near the mean, and
-//! their squares. This number is the mean of the first [`SAMPLE`] columns, `mean`. With the mean of
-//! the deviations from it, `rest`, μ is `mean + rest`, and σ² is the mean of the squares − `rest²`.
-//! Neither is rounded as a single number would be: in f32 a mean of 1e4 is rounded by up to 0.0005,
+//! small difference of large numbers. So the walk takes the *shifted data* algorithm of textbooks: it
+//! sums deviations from a number near the mean, and their squares. This number is the mean of the
+//! first [`SAMPLE`] columns, `mean`. With the mean of the deviations from it, `shifted_mean`, μ is
+//! `mean + shifted_mean`, and σ² is the mean of the squares − `shifted_mean²`. Neither is rounded as a single number would be: in f32 a mean of 1e4 is rounded by up to 0.0005,
 //! which for rows with a deviation of 1 is half a thousandth of x̃. For example, in f32
 //!
 //! ```text
 //! x                  16777216, 16777216, 16777218      2²⁴, where f32 has every second integer
 //! mean               16777216                          rounded, from 16777216 2/3
 //! deviations         0, 0, 2                           exact
-//! rest               2/3                               so x − μ is −2/3, −2/3, 4/3
+//! shifted_mean               2/3                               so x − μ is −2/3, −2/3, 4/3
 //! variance           (0 + 0 + 4)/3 − (2/3)² = 8/9      the mean of the squares of x − μ
 //! ```
 //!
-//! If `rest` is more than half the root of the mean square, σ² would again be a small difference.
+//! If `shifted_mean` is more than half the root of the mean square, σ² would again be a small difference.
 //! Then the walk is repeated, up to twice:
 //!
 //! 1. The first columns lie elsewhere than the row. For a random row they rarely do: the deviation
-//!    of their mean from μ is an eighth of the row's. The second walk is from `mean + rest`.
+//!    of their mean from μ is an eighth of the row's. The second walk is from `mean + shifted_mean`.
 //! 2. The row's values are nearly the same, so that the rounding errors of the sums leave even that
 //!    number several deviations away from μ. The third walk is from a mean computed in f64.
 
@@ -92,9 +92,9 @@ pub(crate) fn backward_row<S: Simd, T: Element>(
 /// Statistics of a row.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RowStats<A> {
-    /// μ, as `mean + rest`: a number near it, and the mean of the deviations from that.
+    /// μ, as `mean + shifted_mean`: a number near it, and the mean of the deviations from that.
     mean: A,
-    rest: A,
+    shifted_mean: A,
     /// r = 1/√(σ² + ε).
     rstd: A,
 }
@@ -107,8 +107,11 @@ impl<A: Accumulator> RowStats<A> {
         at: Span<S, A, K>,
         x: &[T],
     ) -> Lanes<S, A, K> {
-        // r (x − mean − rest) as one multiply-add: r · rest is constant along the row.
-        let (rstd, shift) = (at.splat(self.rstd), at.splat(-self.rest * self.rstd));
+        // r (x − mean − shifted_mean) as one multiply-add: r · shifted_mean is constant along the row.
+        let (rstd, shift) = (
+            at.splat(self.rstd),
+            at.splat(-self.shifted_mean * self.rstd),
+        );
         (at.load(x) + at.splat(-self.mean)).mul_add(rstd, shift)
     }
 }
@@ -119,14 +122,15 @@ impl<A: Accumulator> Scaler<A> {
     fn centre<S: Simd, T: Element<Acc = A>>(&self, simd: S, x: &[T]) -> RowStats<A> {
         let mut mean = NearMean::new(simd, x);
         loop {
-            let [rest, squares] = sum_spans!(simd, 4, 0..x.len(), |at, rest, squares| {
-                let deviation = at.load(x) + at.splat(-mean.value);
-                rest = deviation.mul_add(at.splat(self.inv_len), rest);
-                squares = deviation.mul_add(deviation, squares);
-            });
+            let [shifted_mean, squares] =
+                sum_spans!(simd, 4, 0..x.len(), |at, shifted_mean, squares| {
+                    let deviation = at.load(x) + at.splat(-mean.value);
+                    shifted_mean = deviation.mul_add(at.splat(self.inv_len), shifted_mean);
+                    squares = deviation.mul_add(deviation, squares);
+                });
             let mean_square = squares * self.inv_len;
-            if !mean.moves(x, rest, mean_square) {
-                return self.row_stats(x, mean.value, rest, mean_square);
+            if !mean.moves(x, shifted_mean, mean_square) {
+                return self.row_stats(x, mean.value, shifted_mean, mean_square);
             }
         }
     }
@@ -141,22 +145,27 @@ impl<A: Accumulator> Scaler<A> {
     ) -> (RowStats<A>, [A; 2]) {
         let mut mean = NearMean::new(simd, x);
         loop {
-            let sums = sum_spans!(simd, 2, 0..x.len(), |at, rest, squares, total, products| {
-                let deviation = at.load(x) + at.splat(-mean.value);
-                let dx = at.load(gain) * at.load(dy);
-                rest = deviation.mul_add(at.splat(self.inv_len), rest);
-                squares = deviation.mul_add(deviation, squares);
-                total = total + dx;
-                products = dx.mul_add(deviation, products);
-            });
-            let [rest, squares, total, products] = sums;
+            let sums = sum_spans!(
+                simd,
+                2,
+                0..x.len(),
+                |at, shifted_mean, squares, total, products| {
+                    let deviation = at.load(x) + at.splat(-mean.value);
+                    let dx = at.load(gain) * at.load(dy);
+                    shifted_mean = deviation.mul_add(at.splat(self.inv_len), shifted_mean);
+                    squares = deviation.mul_add(deviation, squares);
+                    total = total + dx;
+                    products = dx.mul_add(deviation, products);
+                }
+            );
+            let [shifted_mean, squares, total, products] = sums;
             let mean_square = squares * self.inv_len;
-            if mean.moves(x, rest, mean_square) {
+            if mean.moves(x, shifted_mean, mean_square) {
                 continue;
             }
-            let stats = self.row_stats(x, mean.value, rest, mean_square);
-            // Σ dx̃ x̃, because x̃ = r (x − mean − rest), from Σ dx̃ and Σ dx̃ (x − mean).
-            let mut total_x = stats.rstd * (products - rest * total);
+            let stats = self.row_stats(x, mean.value, shifted_mean, mean_square);
+            // Σ dx̃ x̃, because x̃ = r (x − mean − shifted_mean), from Σ dx̃ and Σ dx̃ (x − mean).
+            let mut total_x = stats.rstd * (products - shifted_mean * total);
             if !total_x.is_finite() {
                 total_x = total_of_huge(&stats, [x, dy], gain);
             }
@@ -170,19 +179,19 @@ impl<A: Accumulator> Scaler<A> {
         &self,
         x: &[T],
         mean: A,
-        rest: A,
+        shifted_mean: A,
         mean_square: A,
     ) -> RowStats<A> {
         // Never negative:
-        // - `rest²` is a quarter of the mean square at most, or
-        // - the mean is from f64, and `rest` about half the distance to the next float at most. Then
+        // - `shifted_mean²` is a quarter of the mean square at most, or
+        // - the mean is from f64, and `shifted_mean` about half the distance to the next float at most. Then
         //   every value on that side is as far away as that float, which makes the mean square
-        //   about twice `rest²` at least.
-        let variance = mean_square - rest * rest;
+        //   about twice `shifted_mean²` at least.
+        let variance = mean_square - shifted_mean * shifted_mean;
         RowStats {
             mean,
-            rest,
-            rstd: self.inv_rms(x, [mean, rest], variance),
+            shifted_mean,
+            rstd: self.inv_rms(x, [mean, shifted_mean], variance),
         }
     }
 }
@@ -214,11 +223,11 @@ impl<A: Accumulator> NearMean<A> {
     /// only because it is. Returns whether the sums must be taken again, which happens twice at
     /// most.
     #[inline(always)]
-    fn moves<T: Element<Acc = A>>(&mut self, x: &[T], rest: A, mean_square: A) -> bool {
-        let moves = self.moves < 2 && is_far(rest, mean_square);
+    fn moves<T: Element<Acc = A>>(&mut self, x: &[T], shifted_mean: A, mean_square: A) -> bool {
+        let moves = self.moves < 2 && is_far(shifted_mean, mean_square);
         if moves {
             self.value = match self.moves {
-                0 => self.value + rest,
+                0 => self.value + shifted_mean,
                 _ => mean_from_first(x),
             };
             self.moves += 1;
@@ -227,10 +236,10 @@ impl<A: Accumulator> NearMean<A> {
     }
 }
 
-/// `rest` is more than half the root of the mean square, or that has overflowed.
+/// `shifted_mean` is more than half the root of the mean square, or that has overflowed.
 #[inline(always)]
-fn is_far<A: Accumulator>(rest: A, mean_square: A) -> bool {
-    let two_rests = rest + rest;
+fn is_far<A: Accumulator>(shifted_mean: A, mean_square: A) -> bool {
+    let two_rests = shifted_mean + shifted_mean;
     two_rests * two_rests > mean_square || !mean_square.is_finite()
 }
 
@@ -255,7 +264,7 @@ fn total_of_huge<T: Element>(
     gain: &[T::Acc],
 ) -> T::Acc {
     let products = (0..x.len()).map(|i| {
-        let deviation = x[i].widen() - stats.mean - stats.rest;
+        let deviation = x[i].widen() - stats.mean - stats.shifted_mean;
         gain[i] * dy[i].widen() * (stats.rstd * deviation)
     });
     T::Acc::from_f64(products.map(WithDType::to_f64).sum())
@@ -309,7 +318,7 @@ mod tests {
         for level in Level::all() {
             let stats = level.run(Centre { x: &x, eps: 0. });
             assert_eq!(stats.mean, 16_777_216.);
-            assert_close(stats.rest, 2. / 3.);
+            assert_close(stats.shifted_mean, 2. / 3.);
             assert_close(stats.rstd, (9f32 / 8.).sqrt());
         }
     }
@@ -322,7 +331,7 @@ mod tests {
                 let x = [value; 1000];
                 let stats = level.run(Centre { x: &x, eps: 0.25 });
                 assert_eq!(stats.mean, value);
-                assert_eq!((stats.rest, stats.rstd), (0., 2.), "{value}");
+                assert_eq!((stats.shifted_mean, stats.rstd), (0., 2.), "{value}");
             }
         }
     }
@@ -371,7 +380,7 @@ mod tests {
                 let (backward, means) = level.run(CentreBwd { x, dy, gain });
                 for stats in [forward, backward] {
                     assert_close(stats.mean, mean as f32);
-                    assert!(stats.rest.abs() < 1e-6, "{:e}", stats.rest);
+                    assert!(stats.shifted_mean.abs() < 1e-6, "{:e}", stats.shifted_mean);
                     assert_close(stats.rstd, rstd as f32);
                 }
                 assert_close(means[0], mean_dx as f32);
@@ -390,7 +399,7 @@ mod tests {
 
     #[test]
     fn half_a_deviation_is_far() {
-        for (rest, mean_square, far) in [
+        for (shifted_mean, mean_square, far) in [
             (0.49, 1., false),
             (0.51, 1., true),
             (-0.51, 1., true),
@@ -399,7 +408,11 @@ mod tests {
             (0., f32::INFINITY, true),
             (0., f32::NAN, true),
         ] {
-            assert_eq!(is_far(rest, mean_square), far, "{rest} {mean_square}");
+            assert_eq!(
+                is_far(shifted_mean, mean_square),
+                far,
+                "{shifted_mean} {mean_square}"
+            );
         }
     }
 
@@ -420,7 +433,7 @@ mod tests {
     #[test]
     fn backward_by_hand() {
         for (stats, means) in backward(1., 1.) {
-            assert_eq!(stats.mean + stats.rest, 2.);
+            assert_eq!(stats.mean + stats.shifted_mean, 2.);
             assert_eq!(stats.rstd, 1.);
             assert_eq!(means, [4., 2.]);
         }
@@ -430,7 +443,7 @@ mod tests {
     #[test]
     fn backward_of_huge_values() {
         for (stats, means) in backward(1e20, 1e30) {
-            assert_close(stats.mean + stats.rest, 2e20);
+            assert_close(stats.mean + stats.shifted_mean, 2e20);
             assert_close(stats.rstd, 1e-20);
             assert_close(means[0], 4e30);
             assert_close(means[1], 2e30);
