@@ -568,7 +568,7 @@ __device__ __forceinline__ void normalize(const NormalizeParams &p) {
         mean = first + group_sum.of(mean);
         subtract(mean);
         each<N * V>([&](int i) { shifted_mean += x_tilde[i] * inv_len; });
-        shifted_mean = group_sum.of(rest);
+        shifted_mean = group_sum.of(shifted_mean);
         subtract(shifted_mean);
       }
       A squares = 0;
