@@ -253,7 +253,7 @@ fn composed_of_candle_s_operations() {
         "row_norms::a_mean_of_ten_thousand_deviations_costs_no_digit",
         "training::frozen_parameters_get_no_gradient",
         "distributed::trajectories",
-        "layer::inputs_that_do_not_fit_are_rejected",
+        "rejections::inputs",
     ];
     let (passed, text) = run_with("CANDLE_POWERNORM_DEVICE", "composed", &tests);
     assert!(passed, "{text}");
