@@ -460,9 +460,13 @@ impl Rows {
     }
 }
 
-/// A copy of rows that are not contiguous.
+/// A copy of rows that are not contiguous, or that are none. candle panics in an operation on a view
+/// without elements that begins past the end of its storage.
 fn copied(rows: &Tensor) -> Result<Option<Tensor>> {
     match rows.is_contiguous() {
+        _ if rows.elem_count() == 0 => {
+            Tensor::zeros(rows.shape(), rows.dtype(), rows.device()).map(Some)
+        }
         true => Ok(None),
         false => rows.detach().contiguous().map(Some),
     }

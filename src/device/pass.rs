@@ -799,6 +799,47 @@ mod tests {
         Ok(())
     }
 
+    /// Of two tensors in one storage one is copied, whichever they are, while the others stay.
+    #[test]
+    fn each_pair_of_storages_is_told_apart() -> Result<()> {
+        let both = || Tensor::arange(0f32, 8., CPU);
+        let part = |of: &Tensor, start, len| of.narrow(0, start, len);
+        let apart = |len| Tensor::ones(len, DType::F32, CPU);
+        let shared = both()?;
+        for (x, weight, bias) in [
+            (part(&shared, 0, 4)?, part(&shared, 4, 2)?, apart(2)?),
+            (part(&shared, 0, 4)?, apart(2)?, part(&shared, 4, 2)?),
+            (apart(4)?, part(&shared, 0, 2)?, part(&shared, 2, 2)?),
+        ] {
+            let (x, affine) = (x.reshape((2, 2))?, Affine::new(weight, Some(bias)));
+            let mut pass = of_rows(&x, CENTRED, Some(&affine))?;
+            pass.lay_out(|_| Ok(None))?;
+            let [x, weight, bias] =
+                [pass.x(), pass.weight().unwrap(), pass.bias().unwrap()].map(StorageId::of);
+            assert!(x != weight && x != bias && weight != bias);
+        }
+
+        // A weight alone beside a residual, and beside the gradient of the output.
+        let x = apart(4)?.reshape((2, 2))?;
+        let (rows, weight) = (part(&shared, 0, 4)?.reshape((2, 2))?, part(&shared, 4, 2)?);
+        let affine = Affine::new(weight, None);
+        let mut pass = of_rows(&x, CENTRED, Some(&affine))?.with_residual(&rows)?;
+        pass.lay_out(|_| Ok(None))?;
+        let of_weight = StorageId::of(pass.weight().unwrap());
+        assert!(of_weight == StorageId::of(&shared));
+        assert!(StorageId::of(pass.residual().unwrap()) != of_weight);
+        assert!(StorageId::of(&*pass.lay_out_dy(&rows, |_| Ok(None))?) != of_weight);
+
+        // A residual in the layer's own state.
+        let own = [StorageId::of(&shared)];
+        let mut pass = of_rows(&x, CENTRED, None)?
+            .with_residual(&rows)?
+            .apart_from(&own);
+        pass.lay_out(|_| Ok(None))?;
+        assert!(StorageId::of(pass.residual().unwrap()) != own[0]);
+        Ok(())
+    }
+
     /// The graph has the caller's tensors, so a copy in it would be two more passes over the rows.
     #[test]
     fn copies_are_without_a_graph() -> Result<()> {

@@ -70,6 +70,7 @@ impl Curve {
     }
 }
 
+#[derive(Clone)]
 struct Gelu {
     curve: Curve,
     output: Computed,

@@ -380,8 +380,11 @@ fn parameters_are_read_in_their_own_dtype() -> Result<()> {
                 new(&f32s(&weight)?, &f32s(&bias)?),
                 new(&f32s(&weight)?, &bias),
                 new(&strided(&weight)?, &strided(&bias)?),
+                new(&strided(&weight)?, &bias),
+                new(&weight, &strided(&bias)?),
                 new(&minus_one(&weight)?, &bias).with_unit_offset(),
                 new(&minus_one(&f32s(&weight)?)?, &bias).with_unit_offset(),
+                new(&strided(&minus_one(&weight)?)?, &bias).with_unit_offset(),
             ] {
                 let ys = layer.forward(&xs)?;
                 assert_eq!(bits(&ys), expected, "{dtype:?}, {rows}x{cols}, {layer:?}");
@@ -450,6 +453,24 @@ fn negative_zeros_are_kept() -> Result<()> {
         let ys = bits(&layer.forward(&xs)?);
         assert_eq!(ys, bits(&layer.forward_masked(&xs, &keep)?), "{dtype:?}");
         assert_eq!(ys[..2], [(-0f64).to_bits(), 0], "{dtype:?}");
+    }
+    Ok(())
+}
+
+/// A view without elements may begin past the end of its storage, where candle's own operations
+/// panic. (Seen: LayerNorm on candle's operations did.)
+#[test]
+fn views_without_rows_have_no_place() -> Result<()> {
+    let empty = Var::zeros((0, 3, 4), DType::F32, &CPU)?;
+    let xs = empty.narrow(1, 1, 1)?;
+    let ones = || Tensor::ones(4, DType::F32, &CPU);
+    let layer = candle_powernorm::LayerNorm::new_no_bias(ones()?, 1e-5);
+    let rms = candle_powernorm::RmsNorm::new(ones()?, 1e-5);
+    for xs in [&xs, &xs.detach()] {
+        let (y, sum) = layer.forward_residual(xs, xs)?;
+        for y in [layer.forward(xs)?, rms.forward(xs)?, y, sum] {
+            assert_eq!(y.dims(), [0, 1, 4]);
+        }
     }
     Ok(())
 }
