@@ -27,6 +27,12 @@
 //! A device works on storage and numbers. Ranks and the layer's state stay behind [`Env`], which
 //! lends the variables of ψ² and ν for an update.
 //!
+//! Each device writes the step out. A step that they share, with a device as rows and channels behind
+//! traits, was written too, for CPUs, for candle's operations and, without compiling it, for GPUs. It
+//! took 112 lines of code more without GPUs and 216 with them, of which 55 were shared: a call keeps
+//! its buffers between the parts, each device moves the state at another place, and a proof that a
+//! GPU's memory is written would lie in two files.
+//!
 //! CONTRIBUTING.md says how to add a device.
 
 mod composed;
