@@ -51,9 +51,9 @@
 //!
 //! R falls from 1/2 as 1/z does at last, and is a quotient P/Q of polynomials, of degrees 4 and 5 in
 //! f32 (4.3e-8 of R on all z ≥ 0) and 10 and 11 in f64 (1.0e-17). They were fitted for this file,
-//! with mpmath: in `t = (z − 2)/(z + 2)`, which maps all z to [−1, 1), least squares of
-//! `P/(R Q) − 1` at Chebyshev's points, in which the weight of a point was multiplied by its error,
-//! 25 times, so that the largest errors became equal. All coefficients are positive, so sums do not
+//! with mpmath, in `t = (z − 2)/(z + 2)`, which maps all z to [−1, 1): least squares of
+//! `P/(R Q) − 1` at Chebyshev's points. 25 times the weight of each point was multiplied by its
+//! error, so that the largest errors became equal. All coefficients are positive, so sums do not
 //! cancel.
 //!
 //! # Ends

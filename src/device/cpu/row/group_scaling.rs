@@ -126,9 +126,8 @@ pub(crate) fn backward_row<S: Simd, T: Element>(
                 let x = at.load(x) * at.splat(inv_rms);
                 let dy = at.load(dy);
                 sums.add(at, x, dy);
-                // dx = r (gain dy − x̃ (mean + decay)).
-                let decay = at.splat(-mean_dx_x) - at.load(decay);
-                x.mul_add(decay, at.load(gain) * dy) * at.splat(inv_rms)
+                let dx = at.load(gain) * dy - at.load(decay) * x;
+                x.mul_add(at.splat(-mean_dx_x), dx) * at.splat(inv_rms)
             });
         }
     });
