@@ -140,7 +140,7 @@ pub fn share(arg: &str) -> std::result::Result<f64, String> {
 /// One normalization layer over the last dimension.
 #[derive(Debug)]
 pub enum NormLayer {
-    Power(PowerNorm),
+    Power(Box<PowerNorm>),
     Batch {
         norm: BatchNorm,
         mode: Mode,
@@ -218,7 +218,9 @@ impl NormLayer {
                     },
                     ..Default::default()
                 };
-                Self::Power(power_norm(size, config, vb)?.with_mode(mode))
+                Self::Power(Box::new(
+                    power_norm(size, config, vb)?.with_mode(mode),
+                ))
             }
             Norm::Batch => Self::Batch {
                 norm: candle_nn::batch_norm(
