@@ -13,7 +13,7 @@ use num_traits::One;
 use pulp::bytemuck::cast_slice;
 use std::borrow::Cow;
 
-/// Two coefficients of each channel: gain and shift in a forward, gain and decay in a backward.
+/// Two coefficients of each channel: gain and shift in a forward, gain and −decay in a backward.
 pub(super) enum Coefficients {
     /// γ and β in a forward, γ and 0 in a backward, because D is 1. They are read where they are, in
     /// their own dtype.

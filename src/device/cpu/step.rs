@@ -245,7 +245,7 @@ impl Forwarded {
         lambda
     }
 
-    /// Gain and decay of `∂L/∂X̃ = gain ⊙ dy − decay ⊙ X̃`. With `g = γ ⊙ dy` and `X̂ = X̃/D`, the
+    /// Gain and −decay of `∂L/∂X̃ = gain ⊙ dy − decay ⊙ X̃`. With `g = γ ⊙ dy` and `X̂ = X̃/D`, the
     /// gradient of every kind of forward has this form:
     ///
     /// - evaluation: `g/D`, so the gain is γ/D and the decay 0;
@@ -262,13 +262,13 @@ impl Forwarded {
             Some(batch) if pass.recipe.divides_by_batch() => &batch.inv_batch_rms,
             _ => &self.inv_d,
         };
-        let (mut gain, mut decay) = (vec![], vec![]);
+        let (mut gain, mut neg_decay) = (vec![], vec![]);
         for (c, divisor) in divisor.iter().enumerate() {
             let correction = correction.map_or(0., |correction| correction[c]);
             gain.push(divisor * weight.map_or(1., |weight| weight[c]));
-            decay.push(correction * divisor * self.inv_d[c]);
+            neg_decay.push(-correction * divisor * self.inv_d[c]);
         }
-        Coefficients::Values([gain, decay])
+        Coefficients::Values([gain, neg_decay])
     }
 }
 
@@ -739,7 +739,7 @@ mod tests {
         assert!(roots[2].is_nan() && roots[3].is_nan());
     }
 
-    /// Gain and decay of the three kinds of gradient, with 1/D = 2, and 1/D of the batch 4.
+    /// Gain and −decay of the three kinds of gradient, with 1/D = 2, and 1/D of the batch 4.
     #[test]
     fn input_coefficients_by_hand() -> Result<()> {
         let forwarded = |batch: bool| Forwarded {
@@ -759,8 +759,8 @@ mod tests {
         use Recipe::{Fairseq, Paper};
         assert_eq!(coefficients(Paper, false, weight, None), [6., 0.]);
         assert_eq!(coefficients(Paper, false, None, None), [2., 0.]);
-        assert_eq!(coefficients(Paper, true, weight, nu), [6., 2.]);
-        assert_eq!(coefficients(Fairseq, true, weight, nu), [12., 4.]);
+        assert_eq!(coefficients(Paper, true, weight, nu), [6., -2.]);
+        assert_eq!(coefficients(Fairseq, true, weight, nu), [12., -4.]);
         assert_eq!(coefficients(Fairseq, false, weight, None), [6., 0.]);
         assert_eq!(forwarded(true).lambda(&[8.], weight, 4.), [12.]);
         assert_eq!(forwarded(true).lambda(&[8.], None, 4.), [4.]);

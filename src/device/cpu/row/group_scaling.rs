@@ -2,7 +2,7 @@
 //! themselves.
 //!
 //! A forward computes x̃ and `y = gain ⊙ x̃ + shift`, and its backward takes
-//! `dx̃ = gain ⊙ dy − decay ⊙ x̃` back to dx:
+//! `dx̃ = gain ⊙ dy − decay ⊙ x̃` back to dx, with `neg_decay = −decay`:
 //!
 //! ```text
 //! x̃ = r x                                    with r = 1/√(mean(x²) + ε) of each group
@@ -11,7 +11,8 @@
 //!
 //! `step.rs` folds everything that a channel has into the two coefficients: γ/D and β in a forward,
 //! and those of dx̃ in a backward. So a row needs two coefficients for each channel, whatever the
-//! recipe, statistic and phase. Rows of a PowerNorm without group scaling have r = 1, and are not
+//! recipe, statistic and phase. The decay comes with its sign changed, so that dx̃ is a product and a
+//! multiply-add. Rows of a PowerNorm without group scaling have r = 1, and are not
 //! walked for it. RMSNorm and `GroupScaling` are these rows with D = 1.
 //!
 //! In a backward both r and the mean come from one walk over the group, although dx̃ and x̃ are made
@@ -100,7 +101,7 @@ fn add_square<S: Simd, A: Accumulator, const K: usize>(
     }
 }
 
-/// Writes dx of a row, with the gain and decay of each channel, and adds dy x̃ and dy to `sums`. The
+/// Writes dx of a row, with the gain and −decay of each channel, and adds dy x̃ and dy to `sums`. The
 /// row is normalized by itself if there is a `scaler`.
 #[inline(always)]
 pub(crate) fn backward_row<S: Simd, T: Element>(
@@ -109,14 +110,14 @@ pub(crate) fn backward_row<S: Simd, T: Element>(
     scaler: Option<&Scaler<T::Acc>>,
     groups: &mut Groups<T::Acc>,
     dx: &mut RowWriter<T>,
-    [gain, decay]: [&[T::Acc]; 2],
+    [gain, neg_decay]: [&[T::Acc]; 2],
     mut sums: ColumnSums<T::Acc>,
 ) {
     let cols = x.len();
-    let (dy, gain, decay) = (&dy[..cols], &gain[..cols], &decay[..cols]);
+    let (dy, gain, neg_decay) = (&dy[..cols], &gain[..cols], &neg_decay[..cols]);
     // Along the row: r and mean(dx̃ x̃).
     if let Some(scaler) = scaler {
-        scaler.scale_bwd(simd, [x, dy], [gain, decay], groups);
+        scaler.scale_bwd(simd, [x, dy], [gain, neg_decay], groups);
     }
     // Down the columns: Σ dy x̃ and Σ dy, and dx.
     write_row!(T, dx, cols, |row| {
@@ -126,7 +127,7 @@ pub(crate) fn backward_row<S: Simd, T: Element>(
                 let x = at.load(x) * at.splat(inv_rms);
                 let dy = at.load(dy);
                 sums.add(at, x, dy);
-                let dx = at.load(gain) * dy - at.load(decay) * x;
+                let dx = x.mul_add(at.load(neg_decay), at.load(gain) * dy);
                 x.mul_add(at.splat(-mean_dx_x), dx) * at.splat(inv_rms)
             });
         }
@@ -276,30 +277,30 @@ impl<A: Accumulator> Scaler<A> {
         &self,
         simd: S,
         [x, dy]: [&[T]; 2],
-        [gain, decay]: [&[A]; 2],
+        [gain, neg_decay]: [&[A]; 2],
         groups: &mut Groups<A>,
     ) {
         let cols = x.len();
-        let (dy, gain, decay) = (&dy[..cols], &gain[..cols], &decay[..cols]);
+        let (dy, gain, neg_decay) = (&dy[..cols], &gain[..cols], &neg_decay[..cols]);
         for (columns, group) in groups.each_mut(cols) {
             let sums = sum_spans!(
                 simd,
                 2,
                 columns.clone(),
-                |at, squares, gain_dy_x, decay_x2| {
+                |at, squares, gain_dy_x, neg_decay_x2| {
                     let x = at.load(x);
                     let gain_dy = at.load(gain) * at.load(dy);
                     let square = x * x;
                     squares = squares + square;
                     gain_dy_x = gain_dy.mul_add(x, gain_dy_x);
-                    decay_x2 = square.mul_add(at.load(decay), decay_x2);
+                    neg_decay_x2 = square.mul_add(at.load(neg_decay), neg_decay_x2);
                 }
             );
-            let [squares, gain_dy_x, decay_x2] = sums;
+            let [squares, gain_dy_x, neg_decay_x2] = sums;
             let inv_rms = self.inv_rms(&x[columns.clone()], [A::zero(); 2], squares * self.inv_len);
-            let mut total = inv_rms * (gain_dy_x - inv_rms * decay_x2);
+            let mut total = inv_rms * (gain_dy_x + inv_rms * neg_decay_x2);
             if !total.is_finite() {
-                total = total_of_huge(inv_rms, [x, dy], [gain, decay], columns);
+                total = total_of_huge(inv_rms, [x, dy], [gain, neg_decay], columns);
             }
             group.inv_rms = inv_rms;
             group.mean_dx_x = total * self.inv_len;
@@ -346,12 +347,12 @@ impl<A: Accumulator> Scaler<A> {
 fn total_of_huge<T: Element>(
     inv_rms: T::Acc,
     [x, dy]: [&[T]; 2],
-    [gain, decay]: [&[T::Acc]; 2],
+    [gain, neg_decay]: [&[T::Acc]; 2],
     group: Range<usize>,
 ) -> T::Acc {
     let products = group.map(|i| {
         let x = inv_rms * x[i].widen();
-        (gain[i] * dy[i].widen() - decay[i] * x) * x
+        (gain[i] * dy[i].widen() + neg_decay[i] * x) * x
     });
     T::Acc::from_f64(products.map(WithDType::to_f64).sum())
 }
@@ -443,14 +444,14 @@ mod tests {
     #[test]
     fn backward_by_hand() {
         let (x, dy) = ([1., 7., 3., 3.], [5., 10., 1., 2.]);
-        let (gain, decay) = ([1., 2., 3., 3.], [0., 5., 9., 0.]);
+        let (gain, neg_decay) = ([1., 2., 3., 3.], [0., -5., -9., 0.]);
         // dx̃ = gain dy − decay r x: [5, 20 − 5 · 1.4 = 13], [3 − 9 · 1 = −6, 6].
         // dx̃ x̃: [1, 18.2], [−6, 6].
         for level in Level::all() {
             let got = level.run(ScaleBwd::<f64> {
                 scaler: Scaler::new(2, 0.),
                 rows: [&x, &dy],
-                coefficients: [&gain, &decay],
+                coefficients: [&gain, &neg_decay],
                 group_len: 2,
             });
             for (got, expected) in got.iter().zip([[0.2, 9.6], [1. / 3., 0.]]) {
@@ -472,7 +473,7 @@ mod tests {
             Level::Baseline.run(ScaleBwd::<f32> {
                 scaler: Scaler::new(3, 1e-30),
                 rows: [&x, &[1., -2., 4.]],
-                coefficients: [&[0.5, 1., 2.], &[1., 2., 1.]],
+                coefficients: [&[0.5, 1., 2.], &[-1., -2., -1.]],
                 group_len: 3,
             })[0]
         };

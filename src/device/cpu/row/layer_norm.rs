@@ -13,19 +13,20 @@
 //! small difference of large numbers. So the walk takes the *shifted data* algorithm of textbooks: it
 //! sums deviations from a number near the mean, and their squares. This number is the mean of the
 //! first [`SAMPLE`] columns, `mean`. With the mean of the deviations from it, `shifted_mean`, μ is
-//! `mean + shifted_mean`, and σ² is the mean of the squares − `shifted_mean²`. Neither is rounded as a single number would be: in f32 a mean of 1e4 is rounded by up to 0.0005,
-//! which for rows with a deviation of 1 is half a thousandth of x̃. For example, in f32
+//! `mean + shifted_mean`, and σ² is the mean of the squares − `shifted_mean²`. A single number for μ
+//! would be rounded: in f32 a mean of 1e4 is rounded by up to 0.0005, which for rows with a deviation
+//! of 1 is half a thousandth of x̃. For example, in f32
 //!
 //! ```text
 //! x                  16777216, 16777216, 16777218      2²⁴, where f32 has every second integer
 //! mean               16777216                          rounded, from 16777216 2/3
 //! deviations         0, 0, 2                           exact
-//! shifted_mean               2/3                               so x − μ is −2/3, −2/3, 4/3
+//! shifted_mean       2/3                               so x − μ is −2/3, −2/3, 4/3
 //! variance           (0 + 0 + 4)/3 − (2/3)² = 8/9      the mean of the squares of x − μ
 //! ```
 //!
-//! If `shifted_mean` is more than half the root of the mean square, σ² would again be a small difference.
-//! Then the walk is repeated, up to twice:
+//! If `shifted_mean` is more than half the root of the mean square, σ² would again be a small
+//! difference. Then the walk is repeated, up to twice:
 //!
 //! 1. The first columns lie elsewhere than the row. For a random row they rarely do: the deviation
 //!    of their mean from μ is an eighth of the row's. The second walk is from `mean + shifted_mean`.
@@ -184,9 +185,9 @@ impl<A: Accumulator> Scaler<A> {
     ) -> RowStats<A> {
         // Never negative:
         // - `shifted_mean²` is a quarter of the mean square at most, or
-        // - the mean is from f64, and `shifted_mean` about half the distance to the next float at most. Then
-        //   every value on that side is as far away as that float, which makes the mean square
-        //   about twice `shifted_mean²` at least.
+        // - the mean is from f64, and `shifted_mean` about half the distance to the next float at
+        //   most. Then every value on that side is as far away as that float, which makes the mean
+        //   square about twice `shifted_mean²` at least.
         let variance = mean_square - shifted_mean * shifted_mean;
         RowStats {
             mean,
@@ -239,8 +240,8 @@ impl<A: Accumulator> NearMean<A> {
 /// `shifted_mean` is more than half the root of the mean square, or that has overflowed.
 #[inline(always)]
 fn is_far<A: Accumulator>(shifted_mean: A, mean_square: A) -> bool {
-    let two_rests = shifted_mean + shifted_mean;
-    two_rests * two_rests > mean_square || !mean_square.is_finite()
+    let twice = shifted_mean + shifted_mean;
+    twice * twice > mean_square || !mean_square.is_finite()
 }
 
 /// The mean, in f64: the first value, and the mean of the distances to it. So it is exact for equal

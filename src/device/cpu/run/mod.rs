@@ -167,7 +167,7 @@ pub(super) fn means_of_huge<T: Element>(
     means
 }
 
-/// The input's gradient, if its gain and decay are given, and the column sums that are wanted, one
+/// The input's gradient, if its gain and −decay are given, and the column sums that are wanted, one
 /// after the other.
 ///
 /// The gradient is `dx̃ = gain ⊙ dy − decay ⊙ x̃`, taken back through the row's own normalization,
@@ -175,7 +175,7 @@ pub(super) fn means_of_huge<T: Element>(
 ///
 /// # Panics
 ///
-/// If gain and decay of LayerNorm are not given. It always writes the gradient, as a LayerNorm whose
+/// If the gain of LayerNorm is not given. It always writes the gradient, as a LayerNorm whose
 /// input wants none is rare: the first of a model whose embedding is not trained.
 pub(super) fn backward<T: Chunks>(
     rows: &Rows<T>,
@@ -480,7 +480,7 @@ fn input_row<'a, S: Simd, T: Element>(
 pub(super) struct BackwardChunk<'a, 'b, T: Element> {
     rows: &'a Rows<'a, T>,
     dy: &'a Matrix<'a, T>,
-    /// Gain and decay; `None` if only sums are wanted.
+    /// Gain and −decay; `None` if only sums are wanted.
     coefficients: Option<[&'a [T::Acc]; 2]>,
     chunk: Chunk<'b, T>,
 }
@@ -809,7 +809,7 @@ mod tests {
     #[test]
     fn backward_by_hand() {
         let (x, dy) = ([1f32, 2., 3., 4., -5., 6.], [0.5f32, 1., 7., 7., 2., -1.]);
-        let coefficients = [vec![10., 100.], vec![1., 0.5]];
+        let coefficients = [vec![10., 100.], vec![-1., -0.5]];
         let mut rows = rows(&x, 2, RowNorm::None);
         rows.keep = Some(&[1, 0, 1]);
         let dx = [4., 99., 0., 0., 25., -103.];
