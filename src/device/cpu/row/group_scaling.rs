@@ -127,7 +127,7 @@ pub(crate) fn backward_row<S: Simd, T: Element>(
                 let x = at.load(x) * at.splat(inv_rms);
                 let dy = at.load(dy);
                 sums.add(at, x, dy);
-                let dx = x.mul_add(at.load(neg_decay), at.load(gain) * dy);
+                let dx = dy.mul_add(at.load(gain), at.load(neg_decay) * x);
                 x.mul_add(at.splat(-mean_dx_x), dx) * at.splat(inv_rms)
             });
         }
