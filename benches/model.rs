@@ -580,8 +580,10 @@ impl Place {
 
 /// Sets the threads of this crate, and of candle with its products of matrices.
 fn use_threads(count: usize) -> Result<()> {
-    // SAFETY: no other thread runs yet that could read the environment.
-    unsafe { std::env::set_var("CANDLE_NUM_THREADS", count.to_string()) };
+    for variable in ["CANDLE_NUM_THREADS", "RAYON_NUM_THREADS"] {
+        // SAFETY: no other thread runs yet that could read the environment.
+        unsafe { std::env::set_var(variable, count.to_string()) };
+    }
     let pool = ThreadPoolBuilder::new().num_threads(count);
     pool.build_global().map_err(candle::Error::wrap)
 }

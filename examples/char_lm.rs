@@ -409,9 +409,13 @@ fn generate(path: &Path, args: &Args) -> Result<()> {
 
 fn main() -> ExitCode {
     // candle's threads for element-wise operations spin while they wait: a trap on a busy machine.
-    if env::var_os("CANDLE_NUM_THREADS").is_none() {
-        // SAFETY: no other thread runs yet that could read the environment.
-        unsafe { env::set_var("CANDLE_NUM_THREADS", "1") };
+    // Without the other variable each product of matrices counts the processors again.
+    let threads = candle::utils::get_num_threads();
+    for (variable, count) in [("CANDLE_NUM_THREADS", 1), ("RAYON_NUM_THREADS", threads)] {
+        if env::var_os(variable).is_none() {
+            // SAFETY: no other thread runs yet that could read the environment.
+            unsafe { env::set_var(variable, count.to_string()) };
+        }
     }
     let args = Args::parse();
     if args.device.is_cpu() {

@@ -66,9 +66,13 @@ fn seconds(models: [&Gpt; 2], tokens: &Tensor) -> Result<[f64; 2]> {
 
 fn main() -> Result<()> {
     // candle's threads for element-wise operations spin while they wait: a trap on a busy machine.
-    if env::var_os("CANDLE_NUM_THREADS").is_none() {
-        // SAFETY: no other thread runs yet that could read the environment.
-        unsafe { env::set_var("CANDLE_NUM_THREADS", "1") };
+    // Without the other variable each product of matrices counts the processors again.
+    let threads = candle::utils::get_num_threads();
+    for (variable, count) in [("CANDLE_NUM_THREADS", 1), ("RAYON_NUM_THREADS", threads)] {
+        if env::var_os(variable).is_none() {
+            // SAFETY: no other thread runs yet that could read the environment.
+            unsafe { env::set_var(variable, count.to_string()) };
+        }
     }
     let args = Args::parse();
     let device = &Device::Cpu;

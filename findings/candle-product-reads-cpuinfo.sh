@@ -3,8 +3,8 @@
 # many threads it takes.
 #
 # Expected: the number of threads is found once, as candle's own thread pool finds it. Seen: matmul
-# asks num_cpus::get_physical each time, which keeps nothing, unless RAYON_NUM_THREADS is set. A
-# product of two numbers takes 3 to 100 times as long for it, and the kernel's text grows with the
+# asks num_cpus::get_physical each time, which keeps nothing, unless RAYON_NUM_THREADS is set. On two
+# processors a product of two numbers takes 56 us instead of 0.2, and the kernel's text grows with the
 # number of processors. A convolution is such a product too.
 #
 # candle-core 0.11.1 on Linux without candle's own list of preferred processors, 2026-11-30. Exits

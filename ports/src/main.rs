@@ -340,8 +340,11 @@ impl Args {
 type Train = fn(DType) -> Result<[f32; 2]>;
 
 fn main() -> Result<()> {
-    if std::env::var_os("CANDLE_NUM_THREADS").is_none() {
-        std::env::set_var("CANDLE_NUM_THREADS", "1");
+    let threads = candle::utils::get_num_threads();
+    for (variable, count) in [("CANDLE_NUM_THREADS", 1), ("RAYON_NUM_THREADS", threads)] {
+        if std::env::var_os(variable).is_none() {
+            std::env::set_var(variable, count.to_string());
+        }
     }
     if std::env::args().skip(1).eq(["--gradients"]) {
         return gradients::compare();

@@ -43,16 +43,19 @@ impl Place {
     }
 }
 
-/// Keeps candle's element-wise operations on the thread that calls them, unless the user set
-/// `CANDLE_NUM_THREADS`. Call it before any of them: candle reads the variable once.
+/// Keeps candle's element-wise operations on the thread that calls them, and its products of matrices
+/// from counting the processors each time, unless the user set `CANDLE_NUM_THREADS` and
+/// `RAYON_NUM_THREADS`. Call it before any of them: candle reads the first variable once.
 ///
 /// The threads of candle's pool spin while they wait for each other. On a machine that does other
 /// things too, they take more time than they save: docs/guide/performance.md has figures.
 pub fn calm_candles_threads() {
-    const VARIABLE: &str = "CANDLE_NUM_THREADS";
-    if std::env::var_os(VARIABLE).is_none() {
-        // SAFETY: `main` calls this first, before another thread runs.
-        unsafe { std::env::set_var(VARIABLE, "1") };
+    let threads = candle::utils::get_num_threads();
+    for (variable, count) in [("CANDLE_NUM_THREADS", 1), ("RAYON_NUM_THREADS", threads)] {
+        if std::env::var_os(variable).is_none() {
+            // SAFETY: `main` calls this first, before another thread runs.
+            unsafe { std::env::set_var(variable, count.to_string()) };
+        }
     }
 }
 

@@ -329,8 +329,11 @@ fn args(mut words: impl Iterator<Item = String>) -> Result<(usize, Vec<PathBuf>)
 }
 
 fn main() -> Result<()> {
-    if env::var_os("CANDLE_NUM_THREADS").is_none() {
-        env::set_var("CANDLE_NUM_THREADS", "1");
+    let threads = candle::utils::get_num_threads();
+    for (variable, count) in [("CANDLE_NUM_THREADS", 1), ("RAYON_NUM_THREADS", threads)] {
+        if env::var_os(variable).is_none() {
+            env::set_var(variable, count.to_string());
+        }
     }
     let start = Instant::now();
     let (steps, files) = args(env::args().skip(1))?;
