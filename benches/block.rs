@@ -28,6 +28,8 @@
 #[cfg(feature = "cuda")]
 #[path = "../tests/common/softgpu.rs"]
 mod softgpu;
+#[path = "common/threads.rs"]
+mod threads;
 #[path = "common/unused.rs"]
 mod unused;
 
@@ -232,14 +234,6 @@ fn none(_: usize, _: VarBuilder) -> Result<Norm> {
     Ok(Box::new(|xs| Ok(xs.clone())))
 }
 
-/// Gives candle's own pool one thread, which spins. candle reads this when the pool starts.
-fn calm_candle() {
-    if std::env::var_os("CANDLE_NUM_THREADS").is_none() {
-        // SAFETY: the first benchmark calls this before another thread runs.
-        unsafe { std::env::set_var("CANDLE_NUM_THREADS", "1") };
-    }
-}
-
 fn pools() -> impl Iterator<Item = (usize, ThreadPool)> {
     [1, 2].into_iter().map(|threads| {
         let pool = ThreadPoolBuilder::new().num_threads(threads).build();
@@ -248,7 +242,7 @@ fn pools() -> impl Iterator<Item = (usize, ThreadPool)> {
 }
 
 fn bench(criterion: &mut Criterion) {
-    calm_candle();
+    threads::set_threads();
     let varmap = VarMap::new();
     let vb = VarBuilder::from_varmap(&varmap, DType::F32, &Device::Cpu);
     let block = |norm: &dyn Fn(usize, VarBuilder) -> Result<Norm>| {
@@ -424,7 +418,7 @@ fn bench_inference(criterion: &mut Criterion) {
     if !is_test && std::env::var("CANDLE_POWERNORM_BENCH").as_deref() != Ok("full") {
         return;
     }
-    calm_candle();
+    threads::set_threads();
     check().unwrap();
     let context = if is_test { CONTEXT_OF_A_TEST } else { CONTEXT };
     for width in WIDTHS {

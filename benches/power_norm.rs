@@ -45,6 +45,8 @@ mod gpu;
 mod ready;
 #[path = "../tests/common/reference.rs"]
 mod reference;
+#[path = "common/threads.rs"]
+mod threads;
 #[path = "common/unused.rs"]
 mod unused;
 
@@ -831,11 +833,7 @@ fn bench(criterion: &mut Criterion, case: Case) {
 }
 
 fn main() {
-    // candle reads it when its pool starts.
-    if std::env::var_os("CANDLE_NUM_THREADS").is_none() {
-        // SAFETY: no other thread runs yet that could read the environment.
-        unsafe { std::env::set_var("CANDLE_NUM_THREADS", "1") };
-    }
+    threads::set_threads();
     unused::warn_of_unused(true);
     let has = |flag: &str| std::env::args().any(|arg| arg == flag);
     let set = Set::chosen(has("--test"));

@@ -14,6 +14,8 @@
 #[path = "../benches/common/counting.rs"]
 mod counting;
 mod model;
+#[path = "../benches/common/threads.rs"]
+mod threads;
 #[path = "../benches/common/unused.rs"]
 mod unused;
 
@@ -32,7 +34,7 @@ use rand::{SeedableRng, rngs::StdRng};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
-use std::{env, fmt::Write, fs};
+use std::{fmt::Write, fs};
 
 /// With glibc's allocator, page faults on large blocks take almost a third of a step.
 #[global_allocator]
@@ -408,15 +410,7 @@ fn generate(path: &Path, args: &Args) -> Result<()> {
 }
 
 fn main() -> ExitCode {
-    // candle's threads for element-wise operations spin while they wait: a trap on a busy machine.
-    // Without the other variable each product of matrices counts the processors again.
-    let threads = candle::utils::get_num_threads();
-    for (variable, count) in [("CANDLE_NUM_THREADS", 1), ("RAYON_NUM_THREADS", threads)] {
-        if env::var_os(variable).is_none() {
-            // SAFETY: no other thread runs yet that could read the environment.
-            unsafe { env::set_var(variable, count.to_string()) };
-        }
-    }
+    threads::set_threads();
     let args = Args::parse();
     if args.device.is_cpu() {
         unused::warn_of_unused(false);

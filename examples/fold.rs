@@ -7,6 +7,8 @@
 //! ```
 
 mod model;
+#[path = "../benches/common/threads.rs"]
+mod threads;
 
 use candle::{Device, Result, Tensor};
 use candle_nn::VarBuilder;
@@ -14,7 +16,7 @@ use candle_powernorm::{Mode, PowerNormConfig, Statistics, power_norm};
 use clap::Parser;
 use model::{BATCH, CONTEXT, Gpt, LAYERS, Norm, Text, Training, WIDTH, batch};
 use std::path::PathBuf;
-use std::{env, time::Instant};
+use std::time::Instant;
 
 /// As in `char_lm`.
 #[global_allocator]
@@ -65,15 +67,7 @@ fn seconds(models: [&Gpt; 2], tokens: &Tensor) -> Result<[f64; 2]> {
 }
 
 fn main() -> Result<()> {
-    // candle's threads for element-wise operations spin while they wait: a trap on a busy machine.
-    // Without the other variable each product of matrices counts the processors again.
-    let threads = candle::utils::get_num_threads();
-    for (variable, count) in [("CANDLE_NUM_THREADS", 1), ("RAYON_NUM_THREADS", threads)] {
-        if env::var_os(variable).is_none() {
-            // SAFETY: no other thread runs yet that could read the environment.
-            unsafe { env::set_var(variable, count.to_string()) };
-        }
-    }
+    threads::set_threads();
     let args = Args::parse();
     let device = &Device::Cpu;
     let text = Text::read(args.text.as_deref())?;

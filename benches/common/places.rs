@@ -3,6 +3,8 @@
 #[cfg(feature = "cuda")]
 #[path = "gpu.rs"]
 mod gpu;
+#[path = "threads.rs"]
+mod threads;
 #[path = "unused.rs"]
 mod unused;
 
@@ -53,11 +55,7 @@ impl Place {
 /// Runs the benches with one thread of candle's own, unless the environment sets them. `bench` gets
 /// `true` if each pass is to run once only, with the argument `--test`.
 pub fn main(bench: impl FnOnce(&mut Criterion, bool) -> candle::Result<()>) -> candle::Result<()> {
-    // candle reads it when its pool starts.
-    if std::env::var_os("CANDLE_NUM_THREADS").is_none() {
-        // SAFETY: no other thread runs yet that could read the environment.
-        unsafe { std::env::set_var("CANDLE_NUM_THREADS", "1") };
-    }
+    threads::set_threads();
     unused::warn_of_unused(true);
     let mut criterion = Criterion::default()
         .sample_size(10)

@@ -9,6 +9,8 @@
 
 mod common;
 mod study;
+#[path = "../../benches/common/threads.rs"]
+mod threads;
 mod translate;
 
 use clap::Parser;
@@ -27,7 +29,7 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    common::calm_candles_threads();
+    threads::set_threads();
     let result = match Command::parse() {
         Command::Study(args) => study::run(&args),
         Command::Translate(args) => translate::run(&args, &mut std::io::stdout()),

@@ -42,6 +42,8 @@ mod candle_tests;
 mod gradients;
 mod slow;
 mod text;
+#[path = "../../benches/common/threads.rs"]
+mod threads;
 mod times;
 
 use candle::backprop::GradStore;
@@ -340,12 +342,7 @@ impl Args {
 type Train = fn(DType) -> Result<[f32; 2]>;
 
 fn main() -> Result<()> {
-    let threads = candle::utils::get_num_threads();
-    for (variable, count) in [("CANDLE_NUM_THREADS", 1), ("RAYON_NUM_THREADS", threads)] {
-        if std::env::var_os(variable).is_none() {
-            std::env::set_var(variable, count.to_string());
-        }
-    }
+    threads::set_threads();
     if std::env::args().skip(1).eq(["--gradients"]) {
         return gradients::compare();
     }

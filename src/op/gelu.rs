@@ -49,11 +49,14 @@ impl Curve {
             (Self::Erf, DType::F64) => 39.,
             (Self::Erf, _) => 15.,
         };
-        // `Tensor::clamp` is generic over its arguments, so that 150 KB of candle's loops over two tensors
-        // would be compiled into this crate. A NaN is beyond neither limit.
-        let limit = xs.ones_like()?.affine(most, 0.)?;
-        let x = xs.gt(most)?.where_cond(&limit, xs)?;
-        let x = xs.lt(-most)?.where_cond(&limit.neg()?, &x)?;
+        // `Tensor::clamp` is generic over its arguments, so that 150 KB of candle's loops over two
+        // tensors would be compiled into this crate. A NaN is beyond neither limit.
+        let limit = |most: f64| {
+            let limit = Tensor::full(most, (), xs.device())?;
+            limit.to_dtype(xs.dtype())?.broadcast_as(xs.shape())
+        };
+        let x = xs.gt(most)?.where_cond(&limit(most)?, xs)?;
+        let x = xs.lt(-most)?.where_cond(&limit(-most)?, &x)?;
         let square = x.sqr()?;
         match self {
             // σ(v) (1 + x v′ σ(−v)), where v = 2 √(2/π) (x + 0.044715 x³).

@@ -43,22 +43,6 @@ impl Place {
     }
 }
 
-/// Keeps candle's element-wise operations on the thread that calls them, and its products of matrices
-/// from counting the processors each time, unless the user set `CANDLE_NUM_THREADS` and
-/// `RAYON_NUM_THREADS`. Call it before any of them: candle reads the first variable once.
-///
-/// The threads of candle's pool spin while they wait for each other. On a machine that does other
-/// things too, they take more time than they save: docs/guide/performance.md has figures.
-pub fn calm_candles_threads() {
-    let threads = candle::utils::get_num_threads();
-    for (variable, count) in [("CANDLE_NUM_THREADS", 1), ("RAYON_NUM_THREADS", threads)] {
-        if std::env::var_os(variable).is_none() {
-            // SAFETY: `main` calls this first, before another thread runs.
-            unsafe { std::env::set_var(variable, count.to_string()) };
-        }
-    }
-}
-
 /// `[time, time]`: 0 where a position may look, minus infinity where it would see the future.
 pub fn causal_mask(time: usize, device: &Device) -> candle::Result<Tensor> {
     let mask: Vec<f32> = (0..time * time)

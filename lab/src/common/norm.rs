@@ -218,9 +218,7 @@ impl NormLayer {
                     },
                     ..Default::default()
                 };
-                Self::Power(Box::new(
-                    power_norm(size, config, vb)?.with_mode(mode),
-                ))
+                Self::Power(Box::new(power_norm(size, config, vb)?.with_mode(mode)))
             }
             Norm::Batch => Self::Batch {
                 norm: candle_nn::batch_norm(

@@ -15,6 +15,8 @@ mod checkpoint;
 mod lines;
 #[cfg(test)]
 mod tests;
+#[path = "../../../benches/common/threads.rs"]
+mod threads;
 
 use candle::backprop::GradStore;
 use candle::{bail, DType, Device, Error, Result, Tensor, Var};
@@ -329,12 +331,7 @@ fn args(mut words: impl Iterator<Item = String>) -> Result<(usize, Vec<PathBuf>)
 }
 
 fn main() -> Result<()> {
-    let threads = candle::utils::get_num_threads();
-    for (variable, count) in [("CANDLE_NUM_THREADS", 1), ("RAYON_NUM_THREADS", threads)] {
-        if env::var_os(variable).is_none() {
-            env::set_var(variable, count.to_string());
-        }
-    }
+    threads::set_threads();
     let start = Instant::now();
     let (steps, files) = args(env::args().skip(1))?;
     let lines = Lines::read(&files)?;

@@ -160,7 +160,7 @@ fn backward_of<T: Chunks>(
         let walk = |coefficients: Option<[&[T::Acc]; 2]>| {
             let (dx, sums) = run::backward(rows, &dy, coefficients, sums);
             let (dy_x, dy_sum) = sums.split_at(sums.len().min(rows.cols()));
-            Ok((dx.map(storage), [dy_x, dy_sum].map(to_f64::<T>)))
+            Ok((dx.map(storage), [to_f64::<T>(dy_x), to_f64::<T>(dy_sum)]))
         };
         match coefficients {
             Some(coefficients) => {
@@ -187,9 +187,8 @@ fn with_coefficients<T: Chunks, R>(
     run: impl FnOnce([&[T::Acc]; 2]) -> Result<R>,
 ) -> Result<R> {
     match coefficients {
-        Coefficients::Values(values) => {
-            let [first, second] = (values.each_ref()).map(|values| to_sums_dtype::<T>(values));
-            run([&first, &second])
+        Coefficients::Values([first, second]) => {
+            run([&to_sums_dtype::<T>(first), &to_sums_dtype::<T>(second)])
         }
         Coefficients::Parameters => {
             let offset = pass.affine().map_or(0., |affine| affine.offset);
@@ -207,7 +206,7 @@ fn with_coefficients<T: Chunks, R>(
             if run::runs_here(rows) {
                 return run([&gain, &second]);
             }
-            let [gain, second] = [gain, second].map(Cow::into_owned);
+            let (gain, second) = (gain.into_owned(), second.into_owned());
             drop((weight, locked));
             run([&gain, &second])
         }

@@ -12,8 +12,8 @@
 //! `step.rs` folds everything that a channel has into the two coefficients: γ/D and β in a forward,
 //! and those of dx̃ in a backward. So a row needs two coefficients for each channel, whatever the
 //! recipe, statistic and phase. The decay comes with its sign changed, so that dx̃ is a product and a
-//! multiply-add. Rows of a PowerNorm without group scaling have r = 1, and are not
-//! walked for it. RMSNorm and `GroupScaling` are these rows with D = 1.
+//! multiply-add. Rows of a PowerNorm without group scaling have r = 1, and are not walked for it.
+//! RMSNorm and `GroupScaling` are these rows with D = 1.
 //!
 //! In a backward both r and the mean come from one walk over the group, although dx̃ and x̃ are made
 //! with r. Because x̃ = r x,
@@ -22,7 +22,7 @@
 //! Σ dx̃ x̃ = Σ (gain dy − decay r x) r x = r (Σ gain dy x − r Σ decay x²)
 //! ```
 //!
-//! so that the walk sums x², gain dy x and decay x², and r comes in afterwards.
+//! so that the walk sums x², gain dy x and −decay x², and r comes in afterwards.
 //!
 //! Squares of finite values may overflow: those of f32 above 1.8e19. Then r and the mean are
 //! computed once more, with values that are divided first. These functions are `#[cold]`: plain

@@ -172,7 +172,12 @@ pub(super) fn add_part<A: Accumulator, const N: usize>(
 
 /// The sums of all parts, in their dtype.
 pub(super) fn narrow<A: Accumulator, const N: usize>(total: [f64; N]) -> [A; N] {
-    total.map(A::from_f64)
+    // `map` of an array is much code for the compiler, in each function of a chunk.
+    let mut narrow = [A::zero(); N];
+    for (narrow, total) in narrow.iter_mut().zip(total) {
+        *narrow = A::from_f64(total);
+    }
+    narrow
 }
 
 #[cfg(test)]

@@ -414,7 +414,8 @@ impl<T: Element> WithSimd for ForwardChunk<'_, '_, T> {
             // A loop of its own, so that each loop has the registers to itself.
             RowNorm::Centred { eps } => {
                 let scaler = Scaler::new(cols, eps);
-                let coefficients = coefficients.map(|both| both.map(|values| &values[..cols]));
+                let coefficients =
+                    coefficients.map(|[gain, shift]| [&gain[..cols], &shift[..cols]]);
                 for index in chunk.range {
                     let x = &input_row(simd, rows, index, &mut residual_out)[..cols];
                     if let (Some(y), Some(coefficients)) = (&mut y, coefficients) {
@@ -428,8 +429,8 @@ impl<T: Element> WithSimd for ForwardChunk<'_, '_, T> {
         // A padded row's sums come second. If padding does not count, or no sums are wanted, the
         // range is out of bounds, and `get_mut` returns `None`.
         let first = |index| if rows.keeps(index) { 0 } else { cols };
-        if let (Some(y), Some(coefficients)) = (&mut y, coefficients) {
-            let coefficients = coefficients.map(|values| &values[..cols]);
+        if let (Some(y), Some([gain, shift])) = (&mut y, coefficients) {
+            let coefficients = [&gain[..cols], &shift[..cols]];
             for rows_of_subtotal in subtotals(chunk.range) {
                 for index in rows_of_subtotal {
                     let x = &input_row(simd, rows, index, &mut residual_out)[..cols];
@@ -523,8 +524,8 @@ impl<T: Element> WithSimd for BackwardChunk<'_, '_, T> {
             }
         };
         let (scaler, mut groups) = (scaler.as_ref(), Groups::new(cols, rows.group_len()));
-        if let (Some(dx), Some(coefficients)) = (&mut dx, coefficients) {
-            let coefficients = coefficients.map(|values| &values[..cols]);
+        if let (Some(dx), Some([gain, neg_decay])) = (&mut dx, coefficients) {
+            let coefficients = [&gain[..cols], &neg_decay[..cols]];
             for rows_of_subtotal in subtotals(chunk.range) {
                 for index in rows_of_subtotal {
                     if rows.keeps(index) {
