@@ -1,8 +1,8 @@
 //! One layer in many hands at once. What may hang runs under a watchdog.
 
 use crate::common::*;
-use candle::{DType, Module};
-use candle_powernorm::{PowerNorm, PowerNormConfig, Statistics};
+use candle::{DType, Module, Var};
+use candle_powernorm::{LayerNorm, PowerNorm, PowerNormConfig, Statistics};
 #[cfg(target_os = "linux")]
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc;
@@ -96,6 +96,38 @@ fn forwards_inside_rayon_do_not_deadlock() {
         });
         assert_eq!(layer.steps().unwrap(), FORWARDS + 4);
         assert_finite("ψ²", &layer.running_phi().unwrap());
+    });
+}
+
+/// The same with another thread that sets the layer's weight: whoever read the weight twice on one
+/// stack would wait for that thread, which would wait for the first read to end.
+#[test]
+fn a_weight_is_set_while_rayon_runs_forwards() {
+    in_time(|| {
+        const FORWARDS: usize = 400;
+        let weight = Var::ones(512, DType::F32, &CPU).unwrap();
+        let layer = LayerNorm::new_no_bias(weight.as_tensor().clone(), 1e-5);
+        let batch = Batch::random(&mut Data::new(5), &[1024, 512], DType::F32, false);
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(2).build();
+        let pool = pool.unwrap();
+        let (done, finished) = mpsc::channel();
+        for k in 0..FORWARDS {
+            if k % 2 == 0 {
+                pool.spawn(|| std::thread::sleep(Duration::from_micros(200)));
+            }
+            let (layer, batch, done) = (layer.clone(), batch.clone(), done.clone());
+            pool.spawn(move || {
+                layer.forward(&batch.xs).unwrap();
+                done.send(()).unwrap();
+            });
+        }
+        drop(done);
+        let mut forwards = 0;
+        while let Ok(()) = finished.recv() {
+            forwards += 1;
+            weight.set(&weight.as_tensor().copy().unwrap()).unwrap();
+        }
+        assert_eq!(forwards, FORWARDS);
     });
 }
 
