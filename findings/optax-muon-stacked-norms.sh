@@ -2,13 +2,13 @@
 # optax 0.2.8 (2026-11-30): in a model whose layers are stacked, as for a scan, contrib.muon steps
 # the norms' scales as a matrix and the kernels by Adam.
 #
-# Expected: the same steps as for the same layers one by one, as Adam takes them: Muon for kernels,
-# Adam for the scales of norms and for biases.
+# Expected: the steps that the same layers get one by one, as is so with Adam: Muon for kernels, Adam
+# for the scales of norms and for biases.
 # Seen: by default Muon takes what has two dimensions, which here are the scales and biases of all
 # layers, (layers, channels). A layer's scale then depends on the other layers: where the second
 # layer's gradient becomes ten times the first one's, the first one's step falls to a ninth. Its
 # steps are a sixth as long. The kernels, of three dimensions, get Adam, at Muon's learning rate: the
-# largest singular value of a step is 23 learning rates for 1.2. Nothing is reported.
+# largest singular value of a step is 23 learning rates instead of 1.2. Nothing is reported.
 # `muon_weight_dimension_numbers` sets it right.
 set -euo pipefail
 

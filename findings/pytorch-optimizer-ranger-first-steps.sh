@@ -6,7 +6,7 @@
 # Seen: with the default `degenerated_to_sgd=False` the step size is then minus the learning rate,
 # which RAdam takes as a sign to skip the step and Ranger takes as it is. So the first five steps
 # of each run climb, by the gradient times the learning rate. From a weight of 1 with the loss w²/2 and
-# a learning rate of 0.1, w is 1.55 after them, and above 1 for 50 steps.
+# a learning rate of 0.1, w is 1.55 after them, and it stays above 1 for 52 steps.
 # `degenerated_to_sgd=True` descends.
 set -euo pipefail
 
