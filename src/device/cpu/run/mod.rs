@@ -415,7 +415,7 @@ impl<T: Element> WithSimd for ForwardChunk<'_, '_, T> {
             RowNorm::Centred { eps } => {
                 let scaler = Scaler::new(cols, eps);
                 let coefficients =
-                    coefficients.map(|[gain, shift]| [&gain[..cols], &shift[..cols]]);
+                    coefficients.map(|both| both.map(|values| &values[..cols]));
                 for index in chunk.range {
                     let x = &input_row(simd, rows, index, &mut residual_out)[..cols];
                     if let (Some(y), Some(coefficients)) = (&mut y, coefficients) {
@@ -429,8 +429,8 @@ impl<T: Element> WithSimd for ForwardChunk<'_, '_, T> {
         // A padded row's sums come second. If padding does not count, or no sums are wanted, the
         // range is out of bounds, and `get_mut` returns `None`.
         let first = |index| if rows.keeps(index) { 0 } else { cols };
-        if let (Some(y), Some([gain, shift])) = (&mut y, coefficients) {
-            let coefficients = [&gain[..cols], &shift[..cols]];
+        if let (Some(y), Some(coefficients)) = (&mut y, coefficients) {
+            let coefficients = coefficients.map(|values| &values[..cols]);
             for rows_of_subtotal in subtotals(chunk.range) {
                 for index in rows_of_subtotal {
                     let x = &input_row(simd, rows, index, &mut residual_out)[..cols];
