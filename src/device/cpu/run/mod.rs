@@ -414,8 +414,7 @@ impl<T: Element> WithSimd for ForwardChunk<'_, '_, T> {
             // A loop of its own, so that each loop has the registers to itself.
             RowNorm::Centred { eps } => {
                 let scaler = Scaler::new(cols, eps);
-                let coefficients =
-                    coefficients.map(|both| both.map(|values| &values[..cols]));
+                let coefficients = coefficients.map(|both| both.map(|values| &values[..cols]));
                 for index in chunk.range {
                     let x = &input_row(simd, rows, index, &mut residual_out)[..cols];
                     if let (Some(y), Some(coefficients)) = (&mut y, coefficients) {
