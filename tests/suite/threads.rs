@@ -1,7 +1,7 @@
 //! One layer in many hands at once. What may hang runs under a watchdog.
 
 use crate::common::*;
-use candle::{DType, Module, Var};
+use candle::{DType, Module, Tensor, Var};
 use candle_powernorm::{LayerNorm, PowerNorm, PowerNormConfig, Statistics};
 #[cfg(target_os = "linux")]
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -62,6 +62,32 @@ fn running_statistics_survive_many_threads() {
     });
 }
 
+/// Spawns forwards of a layer, and a nap before each second one: after it a worker steals rows of the
+/// other one's forward. The other one, which then has to wait for them, starts the next forward in the
+/// queue. Each forward sends a word when it is done.
+fn forwards_and_naps<L>(
+    pool: &rayon::ThreadPool,
+    forwards: usize,
+    layer: &L,
+    xs: &Tensor,
+) -> mpsc::Receiver<()>
+where
+    L: Module + Clone + Send + 'static,
+{
+    let (done, finished) = mpsc::channel();
+    for k in 0..forwards {
+        if k % 2 == 0 {
+            pool.spawn(|| std::thread::sleep(Duration::from_micros(200)));
+        }
+        let (layer, xs, done) = (layer.clone(), xs.clone(), done.clone());
+        pool.spawn(move || {
+            layer.forward(&xs).unwrap();
+            done.send(()).unwrap();
+        });
+    }
+    finished
+}
+
 /// A rayon worker that waits for the rows of its forward may be given another forward of the same
 /// layer, on the same stack: it must not wait for what its own stack holds.
 #[test]
@@ -73,20 +99,7 @@ fn forwards_inside_rayon_do_not_deadlock() {
         let batch = Batch::random(&mut Data::new(5), &[1024, 512], DType::F32, false);
         let pool = rayon::ThreadPoolBuilder::new().num_threads(2).build();
         let pool = pool.unwrap();
-        let (done, finished) = mpsc::channel();
-        for k in 0..FORWARDS {
-            // After its nap a worker steals rows of the other one's forward. The other one, which
-            // then has to wait for them, starts the next forward in the queue.
-            if k % 2 == 0 {
-                pool.spawn(|| std::thread::sleep(Duration::from_micros(200)));
-            }
-            let (layer, batch, done) = (layer.clone(), batch.clone(), done.clone());
-            pool.spawn(move || {
-                layer.forward(&batch.xs).unwrap();
-                done.send(()).unwrap();
-            });
-        }
-        drop(done);
+        let finished = forwards_and_naps(&pool, FORWARDS, &layer, &batch.xs);
         assert_eq!(finished.iter().count(), FORWARDS);
         assert_eq!(layer.steps().unwrap(), FORWARDS);
 
@@ -110,18 +123,7 @@ fn a_weight_is_set_while_rayon_runs_forwards() {
         let batch = Batch::random(&mut Data::new(5), &[1024, 512], DType::F32, false);
         let pool = rayon::ThreadPoolBuilder::new().num_threads(2).build();
         let pool = pool.unwrap();
-        let (done, finished) = mpsc::channel();
-        for k in 0..FORWARDS {
-            if k % 2 == 0 {
-                pool.spawn(|| std::thread::sleep(Duration::from_micros(200)));
-            }
-            let (layer, batch, done) = (layer.clone(), batch.clone(), done.clone());
-            pool.spawn(move || {
-                layer.forward(&batch.xs).unwrap();
-                done.send(()).unwrap();
-            });
-        }
-        drop(done);
+        let finished = forwards_and_naps(&pool, FORWARDS, &layer, &batch.xs);
         let mut forwards = 0;
         while let Ok(()) = finished.recv() {
             forwards += 1;
