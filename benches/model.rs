@@ -6,7 +6,9 @@
 //! cargo bench --bench model -- --dtype bf16 --threads 2
 //! cargo bench --bench model -- --our-gelu                          # and this crate's `ops::gelu`
 //! cargo bench --bench model -- --activation gelu_erf               # or silu, relu
+//! cargo bench --bench model -- --dtype bf16 --masters              # f32 masters of the weights
 //! cargo bench --bench model -- --norms layer_norm_slow,layer_norm --layers 12 --width 768
+//! cargo bench --bench model -- --norms layer_norm --profile        # parts of a step
 //! cargo bench --features cuda --bench model -- --device cuda       # on a GPU
 //! cargo bench --bench model -- --test                              # a tiny model, once
 //! ```
@@ -22,6 +24,10 @@
 //!
 //! The normalizations take turns, so that whatever else happens on the machine slows them all
 //! alike. They start from the same weights, so those that compute the same have the same losses.
+//!
+//! `--profile` adds a table for each normalization: the share of a step that products of matrices,
+//! activations and others take. Each part is timed alone, forward and backward. The rest, which has
+//! no row, is the layout of heads, the embedding, and gradients that are added up.
 //!
 //! `layer_norm`, `rms_norm` and `power_norm` are this crate's. With `_residual` they also add the
 //! branch to the residual stream, which candle does for the others. `..._slow` are candle's
@@ -49,7 +55,8 @@
 //! The second table has the MiB of sectors and the launches of each kind of kernel, under candle's
 //! name for it. Kinds with less than 1 % of the MiB are added up as others.
 //!
-//! `benches/model_torch.py` is the same model in PyTorch and takes the same arguments.
+//! `benches/model_torch.py` is the same model in PyTorch and takes the same arguments, but for those
+//! of activations, `--masters` and `--profile`.
 
 #[path = "common/counting.rs"]
 mod counting;
@@ -65,13 +72,15 @@ mod softgpu;
 #[path = "common/unused.rs"]
 mod unused;
 
-use candle::{D, DType, Device, Module, Result, Tensor};
+use candle::backprop::GradStore;
+use candle::{D, DType, Device, Module, Result, Tensor, Var};
 use candle_nn::{
     AdamW, Embedding, Init, Linear, Optimizer, ParamsAdamW, VarBuilder, VarMap, embedding,
     linear_no_bias, loss::cross_entropy, ops,
 };
 use candle_powernorm::{
-    Mode, PowerNormConfig, Untrained, layer_norm, power_norm, rms_norm, trainable_vars, untrained,
+    Masters, Mode, PowerNormConfig, Untrained, layer_norm, power_norm, rms_norm, trainable_vars,
+    untrained,
 };
 use clap::{Parser, ValueEnum};
 use counting::Counting;
@@ -238,11 +247,15 @@ impl Block {
         let all = all.transpose(1, 2)?;
         let heads = |i| all.narrow(1, i * count, count)?.contiguous();
         let (query, key, value) = (heads(0)?, heads(1)?, heads(2)?);
-        let scores = (query.matmul(&key.t()?)? * (HEAD as f64).powf(-0.5))?;
-        let weights = ops::softmax(&scores.broadcast_add(mask)?, D::Minus1)?;
+        let weights = attention_weights(&query.matmul(&key.t()?)?, mask)?;
         let mixed = weights.matmul(&value)?.transpose(1, 2)?;
         self.project.forward(&mixed.reshape((batch, time, width))?)
     }
+}
+
+fn attention_weights(scores: &Tensor, mask: &Tensor) -> Result<Tensor> {
+    let scores = (scores * (HEAD as f64).powf(-0.5))?;
+    ops::softmax(&scores.broadcast_add(mask)?, D::Minus1)
 }
 
 /// From tokens `[batch, time]` to logits of the next ones, `[batch, time, vocabulary]`.
@@ -303,6 +316,12 @@ impl Batch {
             next: Tensor::from_slice(&text[1..], batch * time, device)?,
         })
     }
+
+    fn loss(&self, logits: &Tensor) -> Result<Tensor> {
+        // Sums of half precision would be too coarse.
+        let logits = logits.flatten_to(1)?.to_dtype(DType::F32)?;
+        cross_entropy(&logits, &self.next)
+    }
 }
 
 /// A model in training, and its measurements.
@@ -312,6 +331,8 @@ struct Contender {
     mode: Mode,
     varmap: VarMap,
     optimizer: AdamW,
+    /// What the optimizer moves in place of the weights.
+    masters: Option<Masters>,
     /// Milliseconds.
     steps: Vec<f64>,
     evaluations: Vec<f64>,
@@ -342,11 +363,14 @@ impl Contender {
             },
             ..ParamsAdamW::default()
         };
+        let masters = args.masters.then(|| Masters::new(&varmap)).transpose()?;
+        let moved = masters.as_ref().map_or(&varmap, Masters::varmap);
         Ok(Self {
             kind,
             model,
             mode,
-            optimizer: AdamW::new(trainable_vars(&varmap), params)?,
+            optimizer: AdamW::new(trainable_vars(moved), params)?,
+            masters,
             varmap,
             steps: vec![],
             evaluations: vec![],
@@ -357,17 +381,25 @@ impl Contender {
     }
 
     fn loss(&self, batch: &Batch) -> Result<Tensor> {
-        let logits = self.model.forward(&batch.tokens)?;
-        // Sums of half precision would be too coarse.
-        let logits = logits.flatten_to(1)?.to_dtype(DType::F32)?;
-        cross_entropy(&logits, &batch.next)
+        batch.loss(&self.model.forward(&batch.tokens)?)
     }
 
     /// Returns the loss, without the graph that leads to it.
     fn step(&mut self, batch: &Batch) -> Result<Tensor> {
         let loss = self.loss(batch)?;
-        self.optimizer.step(&loss.backward()?)?;
+        let gradients = loss.backward()?;
+        self.update(gradients)?;
         Ok(loss.detach())
+    }
+
+    fn update(&mut self, mut gradients: GradStore) -> Result<()> {
+        let Some(masters) = &self.masters else {
+            return self.optimizer.step(&gradients);
+        };
+        match masters.unscale(&mut gradients, 1.)? {
+            true => masters.step(&mut self.optimizer, &gradients),
+            false => Ok(()),
+        }
     }
 
     fn evaluate(&self, batch: &Batch) -> Result<()> {
@@ -398,19 +430,82 @@ impl Contender {
 
     fn time(&mut self, batch: &Batch) -> Result<()> {
         let device = batch.tokens.device();
-        let milliseconds = |start: Instant| {
-            device.synchronize()?;
-            Ok::<_, candle::Error>(start.elapsed().as_secs_f64() * 1e3)
-        };
         if self.kind.trains() {
-            let start = Instant::now();
-            let loss = self.step(batch)?;
-            self.steps.push(milliseconds(start)?);
+            let (loss, time) = timed(device, || self.step(batch))?;
+            self.steps.push(time);
             self.losses.push(loss.to_scalar()?);
         }
-        let start = Instant::now();
-        self.evaluate(batch)?;
-        self.evaluations.push(milliseconds(start)?);
+        let ((), time) = timed(device, || self.evaluate(batch))?;
+        self.evaluations.push(time);
+        Ok(())
+    }
+
+    /// Prints what share of a step its parts take. Each is timed alone, forward and backward, and as
+    /// often as a step has it.
+    fn print_profile(&mut self, args: &Args, batch: &Batch) -> Result<()> {
+        let device = batch.tokens.device();
+        let noise = |shape: &[usize]| {
+            Var::from_tensor(&Tensor::randn(0f32, 1., shape, device)?.to_dtype(args.dtype)?)
+        };
+        let rows = |width| noise(&[args.batch, args.context, width]);
+        let heads = |width| noise(&[args.batch, args.width / HEAD, args.context, width]);
+        let (xs, branch) = (rows(args.width)?, rows(args.width)?);
+        let (hidden, logits) = (rows(4 * args.width)?, rows(args.vocabulary)?);
+        let (query, key, scores) = (heads(HEAD)?, heads(HEAD)?, heads(args.context)?);
+        let (model, block) = (&self.model, &self.model.blocks[0]);
+
+        let median_of = |work: &mut dyn FnMut() -> Result<()>| {
+            let mut times = vec![];
+            for _ in 0..args.rounds {
+                times.push(timed(device, &mut *work)?.1);
+            }
+            Ok::<_, candle::Error>(median(&mut times))
+        };
+        let part = |count: usize, forward: &dyn Fn() -> Result<Tensor>| {
+            let output = Var::from_tensor(&forward()?.detach())?;
+            let whole = median_of(&mut || forward()?.backward().map(drop))?;
+            // Within a model, the gradient of the output is there already.
+            let start = median_of(&mut || output.backward().map(drop))?;
+            Ok::<_, candle::Error>(count as f64 * (whole - start))
+        };
+        let products = part(1, &|| model.output.forward(&xs))?
+            + part(args.layers, &|| block.query_key_value.forward(&xs))?
+            + part(args.layers, &|| query.matmul(&key.t()?))?
+            + part(args.layers, &|| scores.matmul(&key))?
+            + part(args.layers, &|| block.project.forward(&xs))?
+            + part(args.layers, &|| block.expand.forward(&xs))?
+            + part(args.layers, &|| block.contract.forward(&hidden))?;
+        let mut parts = vec![
+            ("products of matrices", products),
+            (
+                "activations",
+                part(args.layers, &|| (block.activation)(&hidden))?,
+            ),
+            (
+                "softmax, with scale and mask",
+                part(args.layers, &|| attention_weights(&scores, &model.mask))?,
+            ),
+            (
+                "normalizations, each with an addition",
+                part(2 * args.layers + 1, &|| Ok((model.norm)(&branch, &xs)?.0))?,
+            ),
+            ("cross entropy", part(1, &|| batch.loss(&logits))?),
+        ];
+        let mut updates = vec![];
+        for _ in 0..args.rounds {
+            let gradients = self.loss(batch)?.backward()?;
+            updates.push(timed(device, || self.update(gradients))?.1);
+        }
+        parts.push(("AdamW", median(&mut updates)));
+        let step = median(&mut self.steps);
+        let rest = step - parts.iter().map(|(_, time)| time).sum::<f64>();
+        parts.extend([("the rest", rest), ("step", step)]);
+
+        println!("\n| a step with `{}` | ms | share |", self.kind);
+        println!("|---|--:|--:|");
+        for (part, time) in parts {
+            println!("| {part} | {time:.2} | {:.1} % |", time / step * 100.);
+        }
         Ok(())
     }
 
@@ -434,12 +529,28 @@ fn mib(bytes: usize) -> f64 {
     bytes as f64 / f64::from(1 << 20)
 }
 
+/// The result of `work`, and the milliseconds that it took.
+fn timed<T>(device: &Device, work: impl FnOnce() -> Result<T>) -> Result<(T, f64)> {
+    let start = Instant::now();
+    let result = work()?;
+    device.synchronize()?;
+    Ok((result, start.elapsed().as_secs_f64() * 1e3))
+}
+
+/// Sorts `times`.
+fn median(times: &mut [f64]) -> f64 {
+    times.sort_by(f64::total_cmp);
+    times[times.len() / 2]
+}
+
 /// Two cells of a table.
 fn least_and_median(times: &mut [f64]) -> String {
-    times.sort_by(f64::total_cmp);
     match times {
         [] => "– | –".to_owned(),
-        _ => format!("{:.2} | {:.2}", times[0], times[times.len() / 2]),
+        _ => {
+            let median = median(times);
+            format!("{:.2} | {median:.2}", times[0])
+        }
     }
 }
 
@@ -529,6 +640,12 @@ struct Args {
     /// Takes GELU from this crate, and not from candle.
     #[arg(long)]
     our_gelu: bool,
+    /// Lets AdamW move f32 masters of weights in half precision.
+    #[arg(long)]
+    masters: bool,
+    /// Also prints where the time of a step goes.
+    #[arg(long)]
+    profile: bool,
     /// Takes one round of a tiny model.
     #[arg(long)]
     test: bool,
@@ -544,7 +661,7 @@ impl Args {
             args.norms = Kind::value_variants().to_vec();
         }
         if args.test {
-            (args.layers, args.width, args.rounds) = (1, HEAD, 1);
+            (args.layers, args.width, args.rounds, args.profile) = (1, HEAD, 1, true);
             (args.batch, args.context, args.vocabulary) = (2, 8, 16);
         }
         args
@@ -578,9 +695,13 @@ impl Place {
     }
 }
 
-/// Sets the threads of this crate, and of candle with its products of matrices.
+/// Sets the threads of this crate and of candle's products of matrices, and those of candle's
+/// element-wise operations unless the user has.
 fn use_threads(count: usize) -> Result<()> {
     for variable in ["CANDLE_NUM_THREADS", "RAYON_NUM_THREADS"] {
+        if variable == "CANDLE_NUM_THREADS" && std::env::var_os(variable).is_some() {
+            continue;
+        }
         // SAFETY: no other thread runs yet that could read the environment.
         unsafe { std::env::set_var(variable, count.to_string()) };
     }
@@ -639,5 +760,10 @@ fn main() -> Result<()> {
     );
     println!("|---|--:|--:|--:|--:|--:|--:|--:|");
     contenders.iter_mut().for_each(Contender::print);
+    if args.profile {
+        for contender in contenders.iter_mut().filter(|one| one.kind.trains()) {
+            contender.print_profile(&args, &batch)?;
+        }
+    }
     Ok(())
 }
