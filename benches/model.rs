@@ -17,17 +17,19 @@
 //!
 //! - *step*: milliseconds of a forward, a backward and a step of the optimizer.
 //! - *evaluation*: milliseconds of a forward in evaluation.
-//! - *peak*: the most MiB that a step allocates at once, besides the weights, the optimizer's
-//!   moments and the batch. Most of it are activations that wait for their backward, and gradients.
+//! - *peak*: the most MiB that a step allocates at once, besides the weights, their masters, the
+//!   optimizer's moments and the batch. Most of it are activations that wait for their backward, and
+//!   gradients.
 //! - *trained*: how many of the model's variables get a gradient.
 //! - *loss*: in the first step and in the last.
 //!
 //! The normalizations take turns, so that whatever else happens on the machine slows them all
 //! alike. They start from the same weights, so those that compute the same have the same losses.
 //!
-//! `--profile` adds a table for each normalization: the share of a step that products of matrices,
-//! activations and others take. Each part is timed alone, forward and backward. The rest, which has
-//! no row, is the layout of heads, the embedding, and gradients that are added up.
+//! `--profile` adds a table for each normalization that trains: what products of matrices,
+//! activations and others take of a step. Each part is timed alone, forward and backward, where it
+//! may find more in the caches than in a step. *The rest* is the step's median minus these: the
+//! layout of heads, the embedding, and gradients that are added up.
 //!
 //! `layer_norm`, `rms_norm` and `power_norm` are this crate's. With `_residual` they also add the
 //! branch to the residual stream, which candle does for the others. `..._slow` are candle's
@@ -55,7 +57,7 @@
 //! The second table has the MiB of sectors and the launches of each kind of kernel, under candle's
 //! name for it. Kinds with less than 1 % of the MiB are added up as others.
 //!
-//! `benches/model_torch.py` is the same model in PyTorch and takes the same arguments, but for those
+//! `benches/model_torch.py` is the same model in PyTorch and takes the same arguments, except those
 //! of activations, `--masters` and `--profile`.
 
 #[path = "common/counting.rs"]
@@ -82,7 +84,7 @@ use candle_powernorm::{
     Masters, Mode, PowerNormConfig, Untrained, layer_norm, power_norm, rms_norm, trainable_vars,
     untrained,
 };
-use clap::{Parser, ValueEnum};
+use clap::{Parser, ValueEnum, builder::RangedU64ValueParser};
 use counting::Counting;
 use mimalloc::MiMalloc;
 use rayon::ThreadPoolBuilder;
@@ -356,9 +358,9 @@ impl Contender {
         }
         let params = ParamsAdamW {
             lr: LEARNING_RATE,
-            eps: match args.dtype {
+            eps: match (args.dtype, args.masters) {
                 // A smaller one is 0 in F16, where moments underflow too.
-                DType::F16 => 1e-4,
+                (DType::F16, false) => 1e-4,
                 _ => ParamsAdamW::default().eps,
             },
             ..ParamsAdamW::default()
@@ -396,10 +398,10 @@ impl Contender {
         let Some(masters) = &self.masters else {
             return self.optimizer.step(&gradients);
         };
-        match masters.unscale(&mut gradients, 1.)? {
-            true => masters.step(&mut self.optimizer, &gradients),
-            false => Ok(()),
+        if !masters.unscale(&mut gradients, 1.)? {
+            candle::bail!("a gradient is not finite");
         }
+        masters.step(&mut self.optimizer, &gradients)
     }
 
     fn evaluate(&self, batch: &Batch) -> Result<()> {
@@ -440,7 +442,7 @@ impl Contender {
         Ok(())
     }
 
-    /// Prints what share of a step its parts take. Each is timed alone, forward and backward, and as
+    /// Prints what its parts take of a step. Each is timed alone, forward and backward, and counts as
     /// often as a step has it.
     fn print_profile(&mut self, args: &Args, batch: &Batch) -> Result<()> {
         let device = batch.tokens.device();
@@ -531,16 +533,18 @@ fn mib(bytes: usize) -> f64 {
 
 /// The result of `work`, and the milliseconds that it took.
 fn timed<T>(device: &Device, work: impl FnOnce() -> Result<T>) -> Result<(T, f64)> {
+    device.synchronize()?;
     let start = Instant::now();
     let result = work()?;
     device.synchronize()?;
     Ok((result, start.elapsed().as_secs_f64() * 1e3))
 }
 
-/// Sorts `times`.
+/// Sorts `times`, of which there is at least one.
 fn median(times: &mut [f64]) -> f64 {
     times.sort_by(f64::total_cmp);
-    times[times.len() / 2]
+    let (below, above) = ((times.len() - 1) / 2, times.len() / 2);
+    f64::midpoint(times[below], times[above])
 }
 
 /// Two cells of a table.
@@ -609,7 +613,7 @@ struct Args {
     /// The CPU, or the first NVIDIA GPU.
     #[arg(long, value_enum, default_value_t = Place::Cpu)]
     device: Place,
-    /// Threads of the CPU.
+    /// Threads of the CPU. candle's element-wise operations take `CANDLE_NUM_THREADS`, if it is set.
     #[arg(long, default_value_t = 1)]
     threads: usize,
     /// Of weights and activations: f32, bf16 or f16.
@@ -632,7 +636,7 @@ struct Args {
     #[arg(long, default_value_t = 1024)]
     vocabulary: usize,
     /// Steps and evaluations to time, after two that warm up.
-    #[arg(long, default_value_t = 10)]
+    #[arg(long, default_value_t = 10, value_parser = at_least_one())]
     rounds: usize,
     /// Of the feed-forward layers.
     #[arg(long, value_enum, default_value_t = Activation::Gelu)]
@@ -652,6 +656,10 @@ struct Args {
     /// `cargo bench` passes this.
     #[arg(long, hide = true)]
     bench: bool,
+}
+
+fn at_least_one() -> RangedU64ValueParser<usize> {
+    RangedU64ValueParser::new().range(1..)
 }
 
 impl Args {

@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# MKL's vsExp, which candle's feature `mkl` uses for `exp` and `softmax`, is slow where its result
+# MKL's vsExp, which candle's `exp` and `softmax` call with its feature `mkl`, is slow where its result
 # underflows.
 #
 # Expected: the exponential of a masked score, -1e9 or -100, takes as long as another: it is 0 or
-# subnormal. Seen: on an Intel Xeon with AVX-512, half a million of them took 78 and 107 ms, and half a
-# million exponentials of -1 took 0.17 ms. The exponential of minus infinity, which is 0 too, took 1.7
-# ms. vsTanh has no such arguments. So with this library a mask of -1e9 makes an attention's softmax
-# several times slower.
+# subnormal. Seen: half a million of them took 78 and 107 ms, and half a million exponentials of -1 took
+# 0.17 ms. The exponential of minus infinity, which is 0 too, took 1.7 ms, and vsTanh is as fast for all
+# of these. In a small GPT with a mask of -1e9, a softmax of candle took 4.5 times as long with this
+# library as without it (benches/results/model.md).
 #
-# mkl 2026.2.0 from PyPI, 2026-11-30. Exits non-zero if this changes.
+# mkl 2026.2.0 from PyPI on x86-64, an Intel Xeon with AVX-512, 2026-11-30. Exits non-zero if this
+# changes.
 set -euo pipefail
 project=$(mktemp -d)
 trap 'rm -rf "$project"' EXIT
@@ -45,7 +46,7 @@ for name in "vsExp", "vsTanh":
 
 usual = least["vsExp", -1.0]
 for value in -100.0, -1e9:
-    assert least["vsExp", value] > 50 * usual
+    assert least["vsExp", value] > 100 * usual
 assert least["vsExp", -50.0] < 5 * usual
 assert least["vsExp", float("-inf")] < least["vsExp", -1e9] / 5
 assert max(least["vsTanh", value] for value in (-100.0, -1e9)) < 5 * least["vsTanh", -1.0]
