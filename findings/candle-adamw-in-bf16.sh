@@ -2,9 +2,8 @@
 # A step of AdamW takes several times as long for weights in bf16 as for as many in f32.
 #
 # Expected: it is limited by memory, so half the bytes take half the time. Seen: AdamW makes 15 tensors
-# for each variable, and candle's element-wise loops are slow in bf16: the additions alone, which call a
-# function for each vector, are nearly half of the time. On an Intel Xeon with AVX512-BF16 a million
-# weights took 99 ms in bf16 and 9 in f32, and 90 and 8 with -C target-cpu=native.
+# for each variable, and candle's element-wise loops are slow in bf16. On an Intel Xeon with AVX512-BF16 a
+# million weights took 99 ms in bf16 and 9 in f32, and 90 and 8 with -C target-cpu=native.
 #
 # candle-core and candle-nn 0.11.1, 2026-11-30. Exits non-zero if this changes. FINDINGS_TARGET_DIR may
 # name a folder for builds that several of these scripts share.
